@@ -1,0 +1,1 @@
+"""The on-disk format: the only code that knows zarr. Normative text: docs/format.md. Never imports torch."""
