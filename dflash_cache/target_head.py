@@ -114,7 +114,7 @@ class TargetHead(nn.Module):
           last_hidden_states: [..., H].
 
         Returns:
-          [..., V] in lm_head's dtype. A target's monotonic transforms of its logits (soft caps, scales) are not applied.
+          [..., V] in lm_head's dtype. Monotonic transforms that a target adds (soft caps, scales) are not applied.
         """
         return F.linear(self.final_norm(last_hidden_states), self.lm_head_weight, self.lm_head_bias)
 

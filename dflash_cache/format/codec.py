@@ -188,6 +188,6 @@ class ArrayReader:
 
 def _damaged(path: Path, what: str) -> CacheDamagedError:
     return CacheDamagedError(
-        f"{path}: damaged: {what}. Run `dflash-cache inspect cache --verify` for the full list; restore this shard from "
-        "a copy, or delete the cache and run extract again."
+        f"{path}: damaged: {what}. Run `dflash-cache inspect cache --verify` for the full list; restore this shard "
+        "from a copy, or delete the cache and run extract again."
     )

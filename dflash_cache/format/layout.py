@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dflash_cache.config import Codec
 from dflash_cache.spec import FeatureSpec
 
-__all__ = ["ARRAY_NAMES", "BLOSC_BLOCK_BYTES", "CHUNK_FILE_NAMES", "ArrayLayout", "shard_layout"]
+__all__ = ["ARRAY_NAMES", "BLOSC_BLOCK_BYTES", "ArrayLayout", "shard_layout"]
 
 # zstd's own 128 KiB blocks must not straddle the exponent and the mantissa plane that the byte shuffle makes: 512 KiB
 # gives 1.41, Blosc's own choice 1.24 on real activations (docs/format.md).
@@ -141,10 +141,11 @@ def shard_layout(num_tokens: int, num_documents: int, features: FeatureSpec, cod
     num_fc, hidden = len(features.fc_layers), features.hidden_size
 
     def scalars(name: str, data_type: str, items: int, axis: str) -> ArrayLayout:
-        return ArrayLayout(name, data_type, (items,), (axis,), _SCALAR_CHUNK_ITEMS, compressed, layer_major=False)
+        chunk = min(items, _SCALAR_CHUNK_ITEMS)
+        return ArrayLayout(name, data_type, (items,), (axis,), chunk, compressed, layer_major=False)
 
     def states(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ArrayLayout:
-        chunk = _power_of_two_below(_FEATURE_CHUNK_BYTES // (2 * math.prod(shape[1:])))
+        chunk = min(shape[0], _power_of_two_below(_FEATURE_CHUNK_BYTES // (2 * math.prod(shape[1:]))))
         return ArrayLayout(name, features.dtype, shape, axes, chunk, compressed, compressed and len(shape) == 3)
 
     layouts = (
@@ -161,6 +162,3 @@ def shard_layout(num_tokens: int, num_documents: int, features: FeatureSpec, cod
 
 def _power_of_two_below(value: int) -> int:
     return 1 << max(0, value.bit_length() - 1)
-
-
-CHUNK_FILE_NAMES = frozenset({"c.0", "c.0.0", "c.0.0.0"})
