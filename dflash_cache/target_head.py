@@ -128,7 +128,8 @@ class TargetHead(nn.Module):
         if self.lm_head_bias is not None:
             tensors["lm_head.bias"] = self.lm_head_bias
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, path, metadata={_METADATA_KEY: self.spec.model_dump_json(), "format": "pt"})
+        # One metadata key only: safetensors writes several in random order, and equal caches have equal bytes.
+        save_file(contiguous, path, metadata={_METADATA_KEY: self.spec.model_dump_json()})
 
     @classmethod
     def load(cls, path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> "TargetHead":

@@ -138,6 +138,7 @@ class ShardReader:
 
     def _initialize(self, folder: Path, entry: ShardEntry, features: FeatureSpec, codec: Codec) -> None:
         self.folder = folder
+        self._check_metadata(folder / "zarr.json", _GROUP_METADATA)
         self.layout = shard_layout(entry.num_tokens, entry.num_documents, features, codec)
         self.arrays = {name: self._open_array(name) for name in ARRAY_NAMES}
         self.doc_lengths: IntArray = self.arrays["doc_lengths"].read(0, entry.num_documents)
@@ -156,7 +157,7 @@ class ShardReader:
     def _open_array(self, name: str) -> ArrayReader:
         layout, entry = self.layout[name], self.entry.arrays[name]
         folder = self.folder / name
-        self._check_metadata(folder / "zarr.json", layout)
+        self._check_metadata(folder / "zarr.json", layout.zarr_metadata())
         path = folder / layout.file_name
         size = path.stat().st_size if path.is_file() else None
         if size != entry.bytes:
@@ -167,12 +168,11 @@ class ShardReader:
             )
         return ArrayReader(path, layout)
 
-    def _check_metadata(self, path: Path, layout: ArrayLayout) -> None:
-        expected = layout.zarr_metadata()
+    def _check_metadata(self, path: Path, expected: dict[str, Any]) -> None:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CacheDamagedError(f"{path}: damaged: the array's metadata cannot be read: {error}") from error
+            raise CacheDamagedError(f"{path}: damaged: the zarr metadata cannot be read: {error}") from error
         if not isinstance(found, dict):
             raise CacheDamagedError(f"{path}: damaged: expected a JSON object, found {type(found).__name__}")
         for field in sorted(set(expected) | set(found)):
