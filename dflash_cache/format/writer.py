@@ -7,7 +7,9 @@ found that the manifest does not list is a leftover of a killed run and is remov
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,11 +32,53 @@ from dflash_cache.format.manifest import (
 )
 from dflash_cache.format.shard import ShardData, ShardReader, explain_disk_full, write_shard
 
-__all__ = ["CacheWriter", "StagedShard", "prepare_folder"]
+__all__ = [
+    "CacheWriter",
+    "FolderLock",
+    "StagedShard",
+    "check_identity",
+    "delete_cache",
+    "lock_folder",
+    "prepare_folder",
+]
 
 _STAGING = ".staging"
+_SCRATCH = ".scratch"
 _LOCK = ".lock"
-_OURS = (_STAGING, _LOCK, f".{MANIFEST_NAME}.tmp")
+_OURS = (_STAGING, _SCRATCH, _LOCK, f".{MANIFEST_NAME}.tmp")
+
+
+@dataclass(frozen=True)
+class FolderLock:
+    """The right to write in a cache's folder; see :func:`lock_folder`."""
+
+    folder: Path
+
+    def scratch_folder(self, name: str) -> Path:
+        """Return a new path on the cache's disk for files that this run alone needs; removed when the lock ends."""
+        scratch = self.folder / _SCRATCH
+        with explain_disk_full(scratch):
+            scratch.mkdir(exist_ok=True)
+        return scratch / name
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[FolderLock]:
+    """Keep other processes from writing a cache; leftovers of a killed run are removed first.
+
+    Args:
+      folder: As checked by :func:`prepare_folder`.
+
+    Raises:
+      OutputExistsError: If another process is writing this cache.
+    """
+    handle = _acquire_lock(folder)
+    try:
+        shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
+        yield FolderLock(folder)
+    finally:
+        shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
+        os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -76,14 +120,18 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> bool:
             )
         return False
     if overwrite:
-        _delete_cache(folder)
+        with lock_folder(folder):
+            delete_cache(folder)
         return False
     return True
 
 
-def _delete_cache(folder: Path) -> None:
-    """Delete what a cache consists of; the manifest first, so that a killed deletion leaves no listed shard."""
-    (folder / MANIFEST_NAME).unlink()
+def delete_cache(folder: Path) -> None:
+    """Delete what a cache consists of, under its lock.
+
+    The manifest goes first, so that a killed deletion leaves no listed shard.
+    """
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.name == _STAGING or (path.name.startswith("shard-") and path.suffix == ".zarr"):
             shutil.rmtree(path)
@@ -94,25 +142,32 @@ def _delete_cache(folder: Path) -> None:
 class CacheWriter:
     """The only way to make or continue a cache. Use as a context manager; one process at a time."""
 
-    def __init__(self, folder: Path, identity: CacheIdentity, *, encoder_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: CacheIdentity,
+        *,
+        encoder_threads: int | None = None,
+        lock: FolderLock | None = None,
+    ) -> None:
         """Begin a cache, or continue the one in the folder.
 
         Args:
           folder: As checked by :func:`prepare_folder`.
           identity: What this run would make.
           encoder_threads: Threads that compress; None uses the machine's cores, at most 16.
+          lock: The folder's lock when the caller holds it; None takes it for as long as this writer lives.
 
         Raises:
           IdentityMismatchError: If the cache in the folder was made otherwise; lists every difference.
           OutputExistsError: If another process is writing this cache.
         """
         self.folder = folder
-        self._lock = _acquire_lock(folder)
-        try:
+        with ExitStack() as stack:
+            if lock is None:
+                stack.enter_context(lock_folder(folder))
             self.manifest = self._begin_or_continue(identity)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._held = stack.pop_all()
         threads = encoder_threads or min(16, os.cpu_count() or 1)
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="encode")
 
@@ -124,7 +179,7 @@ class CacheWriter:
     ) -> None:
         self._executor.shutdown()
         shutil.rmtree(self.folder / _STAGING, ignore_errors=True)
-        os.close(self._lock)
+        self._held.close()
 
     def attach(self, name: AttachedName, source: Path) -> None:
         """Move a file into the cache and list it; the target's head and tokenizer travel with the cache."""
@@ -195,13 +250,7 @@ class CacheWriter:
             manifest = CacheManifest(written_by=f"dflash-cache {__version__}", identity=identity)
             with explain_disk_full(self.folder):
                 write_manifest(self.folder, manifest)
-        changed = differences(manifest.identity, identity)
-        if changed:
-            listed = "\n".join(f"  {difference}" for difference in changed)
-            raise IdentityMismatchError(
-                f"{self.folder} was made with other settings (field: in the cache -> asked for):\n{listed}\n"
-                "Run with the settings of the cache, choose another --out, or start over with --overwrite."
-            )
+        check_identity(self.folder, manifest.identity, identity)
         return manifest
 
     def _commit(self, **changes: object) -> None:
@@ -210,6 +259,21 @@ class CacheWriter:
         with explain_disk_full(self.folder):
             write_manifest(self.folder, manifest)
         self.manifest = manifest
+
+
+def check_identity(folder: Path, stored: CacheIdentity, asked: CacheIdentity) -> None:
+    """Refuse to continue a cache that was made otherwise.
+
+    Raises:
+      IdentityMismatchError: Listing every difference, old and new.
+    """
+    changed = differences(stored, asked)
+    if changed:
+        listed = "\n".join(f"  {difference}" for difference in changed)
+        raise IdentityMismatchError(
+            f"{folder} was made with other settings (field: in the cache -> asked for):\n{listed}\n"
+            "Run with the settings of the cache, choose another --out, or start over with --overwrite."
+        )
 
 
 def _acquire_lock(folder: Path) -> int:
