@@ -30,6 +30,11 @@ class OutputHead(Protocol):
         """[V, H]; receives no gradient."""
         ...
 
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """[V], added to the drafter's logits as to the target's; None for most targets."""
+        ...
+
     def logits(self, last_hidden_states: Tensor) -> Tensor:
         """Final norm and lm_head of last hidden states [C, H]; [C, V]."""
         ...
@@ -121,8 +126,8 @@ class _ChunkLoss:
         if self.loss.label == "target_argmax":
             assert target_logits_CV is not None
             label_ids_C = target_logits_CV.argmax(-1)
-        weight_VH = head.lm_head_weight.detach()
-        logits_CV = functional.linear(as_weight(hidden_CH, weight_VH), weight_VH)
+        weight_VH = head.lm_head_weight
+        logits_CV = functional.linear(as_weight(hidden_CH, weight_VH), weight_VH, head.lm_head_bias)
         losses = term_losses(self.loss, logits_CV, label_ids_C, target_logits_CV)
         sums = torch.stack([(one_C * rows.weight[chunk]).sum() for one_C in losses])
         term_weights = torch.tensor(list(self.loss.terms.values()), dtype=sums.dtype, device=sums.device)

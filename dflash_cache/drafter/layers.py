@@ -115,7 +115,7 @@ class DraftAttention(nn.Module):
         return attended
 
     def _heads(self, flat: Tensor) -> Tensor:
-        return flat.view(len(flat), -1, self.head_dim).transpose(0, 1)
+        return flat.view(len(flat), flat.shape[-1] // self.head_dim, self.head_dim).transpose(0, 1)
 
 
 class DraftMLP(nn.Module):

@@ -127,7 +127,7 @@ class Drafter(nn.Module):
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
             block_QH = layer(block_QH, context_TH, tables, visible[kind])
         drafted_QH: Tensor = self.norm(block_QH)
-        return drafted_QH.view(num_blocks, block_size, -1)
+        return drafted_QH.view(num_blocks, block_size, self.config.hidden_size)
 
     def _window(self, kind: str) -> SlidingWindow | None:
         if kind == "full_attention" or self.config.sliding_window is None:

@@ -25,13 +25,14 @@ class TinyTarget:
     embedding: Tensor
     final_norm: Tensor
     lm_head_weight: Tensor
+    lm_head_bias: Tensor | None = None
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embedding[input_ids]
 
     def logits(self, last_hidden_states: Tensor) -> Tensor:
         normed = torch.nn.functional.rms_norm(last_hidden_states, self.final_norm.shape, self.final_norm, 1e-6)
-        return normed @ self.lm_head_weight.T
+        return torch.nn.functional.linear(normed, self.lm_head_weight, self.lm_head_bias)
 
     def to(self, dtype: torch.dtype) -> "TinyTarget":
         return TinyTarget(self.embedding.to(dtype), self.final_norm.to(dtype), self.lm_head_weight.to(dtype))
@@ -140,7 +141,10 @@ def new_row(doc_lengths: tuple[int, ...], config: DrafterConfig, *, padding: int
 
 
 def anchors_at(positions: list[int], *, padding: int = 0) -> Anchors:
-    return Anchors(torch.tensor(positions + [0] * padding), torch.tensor([True] * len(positions) + [False] * padding))
+    return Anchors(
+        torch.tensor(positions + [0] * padding, dtype=torch.int64),
+        torch.tensor([True] * len(positions) + [False] * padding, dtype=torch.bool),
+    )
 
 
 def load_golden(name: str) -> GoldenCase:
