@@ -1,0 +1,1 @@
+"""Facts about caches, shards and documents, and their pictures. Computes and returns; never prints."""
