@@ -10,13 +10,22 @@ from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 __all__ = [
     "format_bytes",
     "format_count",
+    "format_figure",
     "print_data",
     "print_error",
     "print_json",
@@ -90,6 +99,11 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """Write a count with thousands separators."""
     return f"{count:,.0f}"
+
+
+def format_figure(value: float | None, spec: str) -> str:
+    """Write a figure by a format specification; a dash where there is none."""
+    return "-" if value is None else format(value, spec)
 
 
 @contextmanager

@@ -70,7 +70,10 @@ def inspect_cache(
         rows = [
             ("state", f"{state}; {manifest.num_documents:,} of {corpus.num_documents:,} documents"),
             ("target", f"{target.name}{f' @ {target.revision}' if target.revision else ''} ({target.architecture})"),
-            ("computed in", f"{target.compute_dtype}{f', quantized {target.quantization}' if target.quantization else ''}"),
+            (
+                "computed in",
+                f"{target.compute_dtype}{f', quantized {target.quantization}' if target.quantization else ''}",
+            ),
             ("fc layers", ", ".join(str(i) for i in manifest.identity.features.fc_layer_indices)),
             ("last layer", manifest.identity.features.last_layer.index),
             ("layer convention", LAYER_CONVENTION),

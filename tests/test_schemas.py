@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from support.caches import make_cache
+from support.random_caches import make_cache
 
 from dflash_cache.schemas import SCHEMAS, generate, published
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.caches import CacheShape, all_shards, make_cache
+from support.random_caches import CacheShape, all_shards, make_cache
 
 from dflash_cache.errors import CacheDamagedError, CacheFormatError, DflashCacheError
 from dflash_cache.format.cache import FeatureCache

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
-from support.caches import CacheShape, all_shards, attach_files, cache_identity, make_cache
+from support.random_caches import CacheShape, all_shards, attach_files, cache_identity, make_cache
 
 from dflash_cache.errors import IdentityMismatchError, OutputExistsError
 from dflash_cache.format.cache import FeatureCache

@@ -1,0 +1,2 @@
+def extract() -> None:
+    """x"""
