@@ -30,6 +30,7 @@ __all__ = [
     "print_error",
     "print_json",
     "print_notice",
+    "print_properties",
     "print_table",
     "print_warning",
     "progress_bars",
@@ -73,16 +74,31 @@ def print_json(document: Any) -> None:
     sys.stdout.write("\n")
 
 
-def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, to_stderr: bool = False
-) -> None:
-    """Print a table; columns after the first are right-aligned."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table to stdout; columns after the first are right-aligned."""
+    table = _table(title)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
+    _print_rows(table, rows)
+
+
+def print_properties(title: str, rows: Sequence[tuple[str, object]]) -> None:
+    """Print names and their values to stdout."""
+    table = _table(title)
+    table.show_header = False
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    _print_rows(table, rows)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+
+
+def _print_rows(table: Table, rows: Sequence[Sequence[object]]) -> None:
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    console = _stderr if to_stderr else stdout_console()
+        table.add_row(*(Text(str(cell)) for cell in row))  # Text: a cell with brackets is no markup
+    console = stdout_console()
     console.print(table)
     console.print()
 

@@ -14,6 +14,7 @@ from dflash_cache.cli.console import (
     print_error,
     print_json,
     print_notice,
+    print_properties,
     print_table,
     progress_bars,
     stdout_console,
@@ -83,7 +84,7 @@ def inspect_cache(
             ("left out", ", ".join(f"{count:,} {reason}" for reason, count in corpus.dropped.items()) or "nothing"),
             ("shards", f"{len(manifest.shards):,}"),
         ]
-        print_table(f"cache {path}", ("", ""), [(name, Text(str(value))) for name, value in rows])
+        print_properties(f"cache {path}", rows)
         _print_contents(facts.arrays, facts.lengths, facts.supervised_tokens)
         _print_layers(facts.layers, facts.agreement, f"{facts.sampled_documents} sampled documents")
     _finish(report, json=json)

@@ -45,23 +45,26 @@ def plot_contents(
 
 
 def _draw_lengths(axes, doc_lengths: Sequence[int]) -> None:  # type: ignore[no-untyped-def] # matplotlib has no types
-    axes.hist(doc_lengths, bins=min(_BINS, max(1, len(set(doc_lengths)))), color=_SUPERVISED)
+    axes.hist(doc_lengths, bins=min(_BINS, max(1, len(set(doc_lengths)))), color=_SUPERVISED, edgecolor="white")
     axes.set(title=f"{len(doc_lengths):,} documents", xlabel="tokens in a document", ylabel="documents")
+    axes.yaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_layers(axes, layers: Sequence[LayerStats]) -> None:  # type: ignore[no-untyped-def]
-    names = [f"{stats.layer}\n{stats.role}" for stats in layers]
+    places = range(len(layers))
     colors = [_LAST if stats.role == "last" else _SUPERVISED for stats in layers]
-    axes.bar(names, [stats.rms for stats in layers], color=colors, label="RMS")
-    axes.plot(names, [stats.max_abs for stats in layers], "k_", markersize=14, label="largest magnitude")
+    rms, largest = [stats.rms for stats in layers], [stats.max_abs for stats in layers]
+    axes.vlines(places, rms, largest, color=_CONTEXT, linewidth=2, zorder=1)
+    axes.scatter(places, rms, color=colors, s=60, label="RMS", zorder=2)
+    axes.scatter(places, largest, color=colors, marker="_", s=180, label="largest magnitude", zorder=2)
+    axes.set_xticks(places, [f"{stats.layer}\n{stats.role}" for stats in layers])
     axes.set_yscale("log")
     axes.set(title="hidden states", xlabel="decoder layer (output)", ylabel="magnitude")
-    axes.legend(frameon=False, fontsize=8)
+    axes.margins(y=0.2)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
 
 
 def _draw_mask(axes, supervised: int, total: int) -> None:  # type: ignore[no-untyped-def]
     share = supervised / total
-    axes.bar(["tokens"], [share], color=_SUPERVISED, label="supervised")
-    axes.bar(["tokens"], [1 - share], bottom=[share], color=_CONTEXT, label="context only")
+    axes.bar(["supervised", "context\nonly"], [share, 1 - share], color=[_SUPERVISED, _CONTEXT])
     axes.set(title=f"{share:.1%} supervised", ylim=(0, 1), ylabel="share of tokens")
-    axes.legend(frameon=False, fontsize=8, loc="lower center")
