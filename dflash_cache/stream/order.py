@@ -43,9 +43,13 @@ def split_documents(doc_ids: IntArray, *, eval_fraction: float, seed: int) -> Do
 
 
 def epoch_order(documents: IntArray, *, seed: int, epoch: int) -> IntArray:
-    """Permute documents for one epoch; the same numbers always give the same order, on every machine."""
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
-    return generator.permutation(documents)
+    """Permute documents for one epoch; the same numbers always give the same order, on every machine.
+
+    Sorted by raw random bits rather than shuffled: numpy promises that the bits of a bit generator never change, and
+    does not promise that of ``permutation``.
+    """
+    bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(len(documents))
+    return documents[np.argsort(bits, kind="stable")]
 
 
 def _hash(doc_ids: IntArray, seed: int) -> npt.NDArray[np.uint64]:
