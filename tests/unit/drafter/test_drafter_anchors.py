@@ -166,6 +166,12 @@ def test_a_hole_in_the_mask_is_unsupervised_and_what_follows_is_again() -> None:
     assert slots.supervised.tolist() == [[False, False, False, True]]
 
 
+def test_padding_tokens_are_in_no_block_whatever_their_mask() -> None:
+    mask, doc_ids = torch.ones(8, dtype=torch.bool), doc_ids_of(3, padding=5)
+    assert not block_slots(anchors_at([3, 4]), mask, doc_ids, 4).supervised.any()
+    assert eligible_anchors(mask, doc_ids, 4).tolist() == [True, True] + [False] * 6
+
+
 def test_padding_anchors_supervise_nothing() -> None:
     slots = block_slots(anchors_at([1], padding=2), torch.ones(8, dtype=torch.bool), doc_ids_of(8), 4)
     assert slots.supervised.sum(1).tolist() == [3, 0, 0]

@@ -76,7 +76,7 @@ def test_overlapping_and_equal_blocks_do_not_see_each_other(window: SlidingWindo
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_padding_anchors_see_their_own_block_only(window: SlidingWindow | None) -> None:
-    for index in (0, 5):
+    for index in (0, 5, 10):
         visible = visibility(place([index], (9,), valid=[False]), window)
         assert not visible[:, :11].any()
         assert visible[:, 11:].diagonal().all()

@@ -92,7 +92,8 @@ def test_any_width_gets_a_valid_geometry_about_as_wide_as_itself(hidden_size: in
 
 def test_mlp_follows_the_target_where_nothing_is_published() -> None:
     assert derive(target_spec(hidden_size=576, intermediate_size=1536)).intermediate_size == 1536
-    assert derive(target_spec(hidden_size=5120, intermediate_size=None)).intermediate_size == 17408
+    for of_target in (None, 25600):
+        assert derive(target_spec(hidden_size=5120, intermediate_size=of_target)).intermediate_size == 17408
 
 
 def test_missing_rotary_base_and_window_fall_to_what_a_server_assumes() -> None:

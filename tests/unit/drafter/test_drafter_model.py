@@ -118,6 +118,11 @@ def test_padding_anchors_are_finite_and_change_no_other_block() -> None:
     torch.testing.assert_close(padded[:2], alone, rtol=1e-4, atol=1e-5)
 
 
+def test_an_anchor_that_is_not_valid_sees_no_context_wherever_it_points() -> None:
+    drafter, anchors = new_drafter(CONFIG), Anchors(torch.tensor([12]), torch.tensor([False]))
+    assert torch.equal(draft(drafter, ROW, anchors), draft(drafter, perturbed(ROW, slice(0, 12)), anchors))
+
+
 def test_no_anchors_give_no_blocks() -> None:
     assert draft(new_drafter(CONFIG), ROW, anchors_at([])).shape == (0, 4, 32)
 
