@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 from dflash_cache import __version__
 from dflash_cache.errors import CacheFormatError, IdentityMismatchError, OutputExistsError
@@ -129,14 +129,14 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> bool:
 def delete_cache(folder: Path) -> None:
     """Delete what a cache consists of, under its lock.
 
-    The manifest goes first, so that a killed deletion leaves no listed shard.
+    The manifest goes last: after a killed deletion the folder still counts as a cache, one with shards missing.
     """
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.name == _STAGING or (path.name.startswith("shard-") and path.suffix == ".zarr"):
             shutil.rmtree(path)
-        elif path.name in ("target_head.safetensors", "tokenizer.json"):
+        elif path.name in get_args(AttachedName):
             path.unlink()
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
 
 
 class CacheWriter:
