@@ -105,7 +105,7 @@ def attend(query_NQE: Tensor, key_NSE: Tensor, value_NSE: Tensor, visible_QS: Te
       [N, Q, E], in the queries' dtype.
     """
     assert visible_QS.dtype == torch.bool
-    # Shared heads are copied out: with a mask, grouped queries would leave the memory-saving kernels.
+    # Shared heads are copied out: not every memory-saving kernel takes a mask together with grouped heads.
     group = query_NQE.shape[0] // key_NSE.shape[0]
     key_NSE = key_NSE.repeat_interleave(group, dim=0)
     value_NSE = value_NSE.repeat_interleave(group, dim=0)
