@@ -15,7 +15,10 @@ def make_plan(documents=range(10), seed=0, row_tokens=64, rows_per_step=2):
     )
 
 
-def first_steps(plan, count, position=StreamPosition(0, 0)):
+START = StreamPosition(0, 0)
+
+
+def first_steps(plan, count, position=START):
     return list(itertools.islice(plan.steps(position), count))
 
 
