@@ -60,7 +60,7 @@ def find_head(target: LoadedTarget) -> FoundHead:
     """
     embedding_VH = _find_matrix(target, "embedding", nn.Embedding)[0]
     lm_head_VH, lm_head_bias = _find_matrix(target, "lm_head", nn.Linear)
-    record, input_ids = _probe(target)
+    record, input_ids = _probe(target, _probe_ids(target, embedding_VH))
     norm = _find_final_norm(target, record)
     tied = lm_head_VH.data_ptr() == embedding_VH.data_ptr()
     spec = HeadSpec(
@@ -132,7 +132,16 @@ def _close(predicted: Tensor, found: Tensor) -> bool:
     return bool((predicted - found).norm() <= _NORM_TOLERANCE * found.norm().clamp_min(1e-30))
 
 
-def _probe(target: LoadedTarget) -> tuple[_ProbeRecord, Tensor]:
+def _probe_ids(target: LoadedTarget, embedding_VH: Tensor) -> Tensor:
+    """Choose a few ids [1, N] whose rows say something: padding and unused rows are often zero."""
+    telling = torch.isfinite(embedding_VH).all(dim=-1) & (embedding_VH != 0).any(dim=-1)
+    ids = telling.nonzero().flatten()[:_PROBE_TOKENS]
+    if len(ids) == 0:
+        raise TargetError(f"{target.name}: every row of its embedding is zero or not finite; fetch the model again")
+    return ids[None]
+
+
+def _probe(target: LoadedTarget, input_ids: Tensor) -> tuple[_ProbeRecord, Tensor]:
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     handles = []
@@ -148,7 +157,6 @@ def _probe(target: LoadedTarget) -> tuple[_ProbeRecord, Tensor]:
 
         return hook
 
-    input_ids = (torch.arange(_PROBE_TOKENS, device=target.device) % target.vocab_size)[None]
     watched = {f"child {name}": child for name, child in target.decoder.named_children() if child is not target.layers}
     watched |= {"first layer": target.layers[0], "last layer": target.layers[-1]}
     try:

@@ -4,7 +4,8 @@ Sampled documents of the staged shard are run again, alone and unpadded, through
 
 1. Every stored plane agrees with what enters the *next* module (layer i + 1, or the final norm): another way to the
    same numbers than the hooks that captured them.
-2. ``argmax(lm_head(final_norm(last hidden states)))`` from the stored bytes is the target's own argmax.
+2. ``final_norm(last hidden states)`` from the stored bytes, with the norm that travels with the cache, is what the
+   target's own norm gives, and the argmax of lm_head over it is the target's own argmax.
 3. Every stored row is finite and not all zero, and no two planes are equal.
 
 Shapes: n tokens of a document, m compared positions, P planes, H hidden size, V vocabulary.
@@ -102,11 +103,13 @@ class _Own:
 
     Attributes:
       planes: One [n, H] float32, rounded to bfloat16, a plane.
+      normed: [n, H] float32; what the final norm gave.
       positions: [m] int64.
       logits: [m, V] float32.
     """
 
     planes: tuple[Tensor, ...]
+    normed: Tensor
     positions: Tensor
     logits: Tensor
 
@@ -152,6 +155,7 @@ def run_self_check(
         own = _run_alone(target, found.final_norm, features, input_ids)
         errors = [_plane_error(stored_nPH[:, p].float(), plane_nH) for p, plane_nH in enumerate(own.planes)]
         _require_agreement(target, features, errors, doc_id)
+        _require_norm(target, _plane_error(found.head.final_norm(stored_nPH[:, -1]).float(), own.normed), doc_id)
         worst = [(max(a, c), max(b, d)) for (a, b), (c, d) in zip(worst, errors, strict=True)]
         counted = _compare_argmax(target, found.head, stored_nPH[own.positions, -1], own)
         positions, decisive, agreeing = positions + len(own.positions), decisive + counted[0], agreeing + counted[1]
@@ -199,6 +203,7 @@ def _run_alone(target: LoadedTarget, final_norm: nn.Module, features: FeatureSpe
     """Run one document through the whole target, unbatched and unpadded."""
     layers = plane_layers(features)
     entered: dict[int, Tensor] = {}
+    normed: list[Tensor] = []
     handles = []
 
     def remember(layer: int) -> Any:
@@ -220,11 +225,13 @@ def _run_alone(target: LoadedTarget, final_norm: nn.Module, features: FeatureSpe
             is_last = layer == len(target.layers) - 1
             module = final_norm if is_last else target.layers[layer + 1]
             handles.append(module.register_forward_pre_hook(remember(layer), with_kwargs=True))
+        handles.append(final_norm.register_forward_hook(lambda module, args, output: normed.append(output[0].float())))
         logits: Tensor = target.model(input_ids=input_ids[None], **options).logits[0]
     finally:
         for handle in handles:
             handle.remove()
-    return _Own(tuple(entered[layer] for layer in layers), positions, logits if selective else logits[positions])
+    planes = tuple(entered[layer] for layer in layers)
+    return _Own(planes, normed[0], positions, logits if selective else logits[positions])
 
 
 def _plane_error(stored_nH: Tensor, own_nH: Tensor) -> tuple[float, float]:
@@ -248,6 +255,18 @@ def _require_agreement(
             f"(tolerance {tolerance.row}). Nothing was sealed. Try --attention eager and a smaller --batch-tokens; if "
             "it stays, this target does not run correctly in padded batches here"
         )
+
+
+def _require_norm(target: LoadedTarget, error: tuple[float, float], doc_id: int) -> None:
+    tolerance = _TOLERANCES[target.compute_dtype]
+    if error[0] <= tolerance.plane and error[1] <= tolerance.row:
+        return
+    raise SelfCheckError(
+        f"document {doc_id}: the final norm of the stored last hidden states (layer {len(target.layers) - 1}) is not "
+        f"what {target.name} computes: relative error {error[0]:.3g} (tolerance {tolerance.plane}), worst token "
+        f"{error[1]:.3g} (tolerance {tolerance.row}). Nothing was sealed: the norm was applied twice or is of another "
+        "kind than it was taken for; please report this target"
+    )
 
 
 def _compare_argmax(target: LoadedTarget, head: TargetHead, stored_mH: Tensor, own: _Own) -> tuple[int, int]:

@@ -4,10 +4,40 @@ import json
 import random
 from pathlib import Path
 
-_WORDS = (
-    "target drafter token shard manifest answer assistant document learns reads writes every once bytes disk seal "
-    "layer norm head 0 1 2 3 , . the a of it and is that"
-).split()
+_WORDS = [
+    *(
+        "target",
+        "drafter",
+        "token",
+        "shard",
+        "manifest",
+        "answer",
+        "assistant",
+        "document",
+        "learns",
+        "reads",
+        "writes",
+    ),
+    *(
+        "every",
+        "once",
+        "bytes",
+        "disk",
+        "seal",
+        "layer",
+        "norm",
+        "head",
+        "0",
+        "1",
+        "2",
+        "3",
+        ",",
+        ".",
+        "the",
+        "a",
+        "of",
+    ),
+]
 
 
 def write_texts(path: Path, count: int, *, shortest: int = 3, longest: int = 90, seed: int = 0) -> Path:

@@ -11,8 +11,8 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
-    Qwen3Config,
     Qwen3_5Config,
+    Qwen3Config,
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
@@ -23,6 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGe
 TOKENIZER_VOCAB = 480
 VOCAB = 512
 CHATML = (
+    "{%- if greeting is defined %}<|im_start|>system\n{{ greeting }}<|im_end|>\n{%- endif %}"
     "{%- for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
 )
