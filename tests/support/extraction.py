@@ -15,14 +15,14 @@ from dflash_cache.format.cache import FeatureCache
 SMALL: dict[str, Any] = {
     "device": "cpu",
     "fc_layers": (0, 1, 3),
-    "batch_tokens": 600,
-    "shard_tokens": 900,
-    "window_tokens": 2000,
+    "batch_tokens": 400,
+    "shard_tokens": 300,
+    "window_tokens": 700,
 }
 
 
 def small_config(model: Path, files: tuple[Path, ...], out: Path, **changes: Any) -> ExtractConfig:
-    """Settings that give several shards and windows for a few thousand tokens."""
+    """Settings that give several shards and windows for a thousand tokens."""
     corpus = {"files": files, **changes.pop("corpus", {})}
     return ExtractConfig(model=str(model), corpus=CorpusConfig(**corpus), out=out, **{**SMALL, **changes})
 
