@@ -13,7 +13,7 @@ from dflash_cache.drafter.objective import Objective
 from dflash_cache.stream.batch import PackedBatch
 from dflash_cache.stream.loader import RowPrefetcher, RowReader
 from dflash_cache.stream.packing import RowPlans
-from dflash_cache.train.step import autocast, no_sums
+from dflash_cache.train.step import autocast, explain_out_of_memory, no_sums
 
 __all__ = ["Evaluator", "evaluate_row"]
 
@@ -60,7 +60,7 @@ def evaluate_row(objective: Objective, drafter: Drafter, row: PackedBatch, ancho
     """Score every eligible anchor of one row, which lies on the drafter's device."""
     sums = no_sums(objective, row.input_ids.device)
     anchors = all_anchors(row.loss_mask, row.doc_ids, objective.config.block_size)
-    with torch.no_grad(), autocast(row.input_ids.device):
+    with torch.no_grad(), autocast(row.input_ids.device), explain_out_of_memory():
         for some in anchors.chunks(anchors_at_once):
             sums = sums + objective(drafter, row, some).sums
     return sums

@@ -59,7 +59,7 @@ def train(config: TrainConfig, on_event: OnEvent = lambda event: None) -> TrainR
     folder = RunFolder(config.out)
     folder.refuse_others(resume=config.resume, overwrite=config.overwrite)
     setup = prepare_run(config)
-    folder.require_space(setup.checkpoint_bytes)
+    folder.require_space(setup.bytes_to_write, overwrite=config.overwrite)
     with folder.claim(overwrite=config.overwrite):
         state = _resumed_state(setup, folder) if config.resume else _begun_state(setup, folder)
         with MetricsLog(folder, state.progress) as log, StopRequest() as stop:

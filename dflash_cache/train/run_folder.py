@@ -111,24 +111,28 @@ class RunFolder:
                 "over with --overwrite."
             ) from error
 
-    def require_space(self, checkpoint_bytes: int) -> None:
-        """Refuse to begin when not even one checkpoint and the final drafter fit.
+    def require_space(self, needed: int, *, overwrite: bool) -> None:
+        """Refuse to begin when what the run is about to write does not fit.
 
         Args:
-          checkpoint_bytes: Size of a checkpoint.
+          needed: Bytes.
+          overwrite: Whether the run that is there will be deleted first.
 
         Raises:
           DiskSpaceError: Naming what is needed and what is free.
         """
         existing = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(existing).free
-        # While one is written the one before it still exists; a third more is room for the final drafter in bfloat16.
-        needed = 2 * checkpoint_bytes + checkpoint_bytes // 3
+        free = shutil.disk_usage(existing).free + (self._run_bytes() if overwrite else 0)
         if free < needed:
             raise DiskSpaceError(
-                f"{self.path} has {free:,} bytes free; two checkpoints and the final drafter need {needed:,}. Make "
-                "room, or choose another --out."
+                f"{self.path} has {free:,} bytes free; checkpoints and the final drafter need {needed:,}. Make room, "
+                "or choose another --out."
             )
+
+    def _run_bytes(self) -> int:
+        """Bytes that deleting the run would free."""
+        inside = (path for name in _FOLDERS for path in (self.path / name).rglob("*"))
+        return sum(path.stat().st_size for path in inside if path.is_file())
 
     def _delete_run(self) -> None:
         self.run_file.unlink(missing_ok=True)

@@ -26,6 +26,7 @@ __all__ = ["RunSetup", "choose_device", "prepare_run"]
 
 # float32 weight, float32 first and second moment.
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
+_FINAL_BYTES_PER_PARAMETER = 2  # bfloat16
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,13 @@ class RunSetup:
         return TrainState(drafter, build_optimizer(drafter, self.config.optimizer), generators, Progress())
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint."""
+    def bytes_to_write(self) -> int:
+        """Disk that the run needs at the least: a checkpoint beside the one before it, and the final drafter."""
         with torch.device("meta"):
             drafter = Drafter(self.contract.drafter)
-        return sum(parameter.numel() for parameter in drafter.parameters()) * _CHECKPOINT_BYTES_PER_PARAMETER
+        num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
+        checkpoints = 1 if self.config.resume else 2
+        return num_parameters * (checkpoints * _CHECKPOINT_BYTES_PER_PARAMETER + _FINAL_BYTES_PER_PARAMETER)
 
 
 def prepare_run(config: TrainConfig) -> RunSetup:

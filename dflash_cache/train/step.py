@@ -5,8 +5,8 @@ row's numerator is differentiated as it is, and the summed gradient is divided o
 whichever way documents fall into rows and rows into steps (dflash.md section 11, trap 8).
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 
@@ -24,7 +24,7 @@ from dflash_cache.train.noise import add_feature_noise
 from dflash_cache.train.optimizer import clip_gradients, divide_gradients, set_learning_rate
 from dflash_cache.train.state import TrainState
 
-__all__ = ["StepResult", "TrainStep", "autocast", "no_sums", "refuse_mask_token"]
+__all__ = ["StepResult", "TrainStep", "autocast", "explain_out_of_memory", "no_sums", "refuse_mask_token"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class TrainStep:
         """
         state.optimizer.zero_grad(set_to_none=True)
         state.drafter.train()
-        done = [self._differentiate(state, row) for row in rows]
+        with explain_out_of_memory():
+            done = [self._differentiate(state, row) for row in rows]
         sums = reduce(MetricSums.__add__, (row.sums for row in done))
         step = state.progress.step + 1
         _refuse_non_finite_loss(done, step)
@@ -140,6 +141,23 @@ class TrainStep:
 def autocast(device: torch.device) -> AbstractContextManager[None]:
     """Run matrix products in bfloat16 on a GPU; on the CPU everything stays float32."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
+@contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Say which settings a GPU's memory depends on when there is not enough of it.
+
+    Raises:
+      ConfigError: In place of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has too little memory for these rows: {str(error).splitlines()[0]} Lower num_anchors or "
+            "row_tokens, and raise rows_per_step for as many tokens in a step; these settings belong to a run, so "
+            "begin a new one."
+        ) from error
 
 
 def no_sums(objective: Objective, device: torch.device) -> MetricSums:

@@ -14,6 +14,7 @@ from dflash_cache.drafter.model import Drafter
 from dflash_cache.errors import CacheDamagedError, CacheFormatError, ConfigError, NonFiniteError
 from dflash_cache.export.zlab import read_zlab_checkpoint
 from dflash_cache.format.cache import FeatureCache
+from dflash_cache.spec import LayerSpec
 from dflash_cache.stream.loader import RowReader
 from dflash_cache.stream.packing import pack_documents
 from dflash_cache.train.checkpoint import CheckpointRecord
@@ -218,6 +219,14 @@ def test_a_manifest_without_its_layers_is_refused(tmp_path, key):
     with pytest.raises(CacheDamagedError, match="cut short or edited"):
         train(tiny_config(contents.folder, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_states_stored_after_the_final_norm_are_refused(tmp_path):
+    # B05, B07: such states would be normed twice, which costs acceptance and raises nothing.
+    normed = LayerSpec(index=7, final_norm_applied=True)
+    contents = make_cache(tmp_path / "cache", lengths=LENGTHS, features={"last_layer": normed})
+    with pytest.raises(CacheFormatError, match=r"last_layer \(layer 7\) was stored after the target's final norm"):
+        train(tiny_config(contents.folder, tmp_path / "run"))
 
 
 def test_fc_takes_every_stored_layer(tmp_path):

@@ -76,9 +76,18 @@ def test_two_processes_cannot_train_in_one_folder(folder):
 
 
 def test_too_little_disk_is_noticed_before_training(folder):
-    folder.require_space(1000)
-    with pytest.raises(DiskSpaceError, match="bytes free; two checkpoints and the final drafter need"):
-        folder.require_space(10**18)
+    folder.require_space(1000, overwrite=False)
+    with pytest.raises(DiskSpaceError, match="bytes free; checkpoints and the final drafter need"):
+        folder.require_space(10**18, overwrite=False)
+
+
+def test_what_overwriting_will_free_counts_as_free(folder):
+    fill(folder)
+    with (folder.checkpoints / "step-000010" / "drafter.safetensors").open("wb") as file:
+        file.truncate(10**13)  # sparse: takes no room
+    folder.require_space(10**13, overwrite=True)
+    with pytest.raises(DiskSpaceError):
+        folder.require_space(10**13, overwrite=False)
 
 
 def test_a_broken_record_is_refused(folder):

@@ -192,3 +192,16 @@ def test_chance_comes_from_the_run_alone(tmp_path):
     weights = [torch.cat([p.detach().flatten() for p in s.drafter.parameters()]) for s in (first, second, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_too_little_gpu_memory_says_which_settings_to_change(tmp_path):
+    documents = mixed_documents()
+    config = tiny_config(tmp_path, tmp_path)
+    state = tiny_state(documents, config)
+
+    def exhausted(module, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
+
+    state.drafter.register_forward_pre_hook(exhausted)
+    with pytest.raises(ConfigError, match=r"Tried to allocate 4 GiB\. Lower num_anchors or row_tokens"):
+        TrainStep(tiny_objective(documents, config), config, CPU)(state, [packed_row(documents)], 1e-3)
