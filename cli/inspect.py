@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from dflash_cache.format.cache import FeatureCache
     from dflash_cache.format.verify import VerifyReport
     from dflash_cache.report.agreement import Agreement
-    from dflash_cache.report.facts import ArrayFacts, LengthStats
+    from dflash_cache.report.facts import ArrayFacts, CacheFacts, LengthStats
     from dflash_cache.report.layers import LayerStats
     from dflash_cache.report.text import TextSpan
 
-__all__ = ["inspect_app"]
+__all__ = ["inspect_app", "print_cache"]
 
 inspect_app = typer.Typer(
     help="Look into a cache, a shard or a document; works on an unfinished cache too.", no_args_is_help=True
@@ -65,28 +65,7 @@ def inspect_cache(
     if json:
         print_json({"facts": facts, "layer_convention": LAYER_CONVENTION, "verify": report})
     elif facts is not None:
-        manifest = facts.manifest
-        target, corpus = manifest.identity.target, manifest.identity.corpus
-        state = "complete" if manifest.complete else "NOT complete: run its extract command again to continue"
-        rows = [
-            ("state", f"{state}; {manifest.num_documents:,} of {corpus.num_documents:,} documents"),
-            ("target", f"{target.name}{f' @ {target.revision}' if target.revision else ''} ({target.architecture})"),
-            (
-                "computed in",
-                f"{target.compute_dtype}{f', quantized {target.quantization}' if target.quantization else ''}",
-            ),
-            ("fc layers", ", ".join(str(i) for i in manifest.identity.features.fc_layer_indices)),
-            ("last layer", manifest.identity.features.last_layer.index),
-            ("layer convention", LAYER_CONVENTION),
-            ("final norm", f"{target.final_norm.kind}, eps {target.final_norm.eps:g}"),
-            ("mask token", f"{target.mask_token_id} ({target.mask_token_reason})"),
-            ("chat template", f"{corpus.template_digest or 'none'} {corpus.template_kwargs or ''}".strip()),
-            ("left out", ", ".join(f"{count:,} {reason}" for reason, count in corpus.dropped.items()) or "nothing"),
-            ("shards", f"{len(manifest.shards):,}"),
-        ]
-        print_properties(f"cache {path}", rows)
-        _print_contents(facts.arrays, facts.lengths, facts.supervised_tokens)
-        _print_layers(facts.layers, facts.agreement, f"{facts.sampled_documents} sampled documents")
+        _print_cache_facts(path, facts)
     _finish(report, json=json)
 
 
@@ -139,6 +118,46 @@ def inspect_document(
     print_data(_highlighted(facts.spans))
     print_data("")
     _print_layers(facts.layers, facts.agreement, "this document")
+
+
+def print_cache(path: Path, *, sample: int) -> None:
+    """Print what is in a cache.
+
+    Args:
+      path: Its folder.
+      sample: Documents to read for the per-layer figures.
+    """
+    from dflash_cache.format.cache import FeatureCache
+    from dflash_cache.report.facts import cache_facts
+
+    _print_cache_facts(path, cache_facts(FeatureCache.open(path), sample_documents=sample))
+
+
+def _print_cache_facts(path: Path, facts: "CacheFacts") -> None:
+    from dflash_cache.report.facts import LAYER_CONVENTION
+
+    manifest = facts.manifest
+    target, corpus = manifest.identity.target, manifest.identity.corpus
+    state = "complete" if manifest.complete else "NOT complete: run its extract command again to continue"
+    rows = [
+        ("state", f"{state}; {manifest.num_documents:,} of {corpus.num_documents:,} documents"),
+        ("target", f"{target.name}{f' @ {target.revision}' if target.revision else ''} ({target.architecture})"),
+        (
+            "computed in",
+            f"{target.compute_dtype}{f', quantized {target.quantization}' if target.quantization else ''}",
+        ),
+        ("fc layers", ", ".join(str(i) for i in manifest.identity.features.fc_layer_indices)),
+        ("last layer", manifest.identity.features.last_layer.index),
+        ("layer convention", LAYER_CONVENTION),
+        ("final norm", f"{target.final_norm.kind}, eps {target.final_norm.eps:g}"),
+        ("mask token", f"{target.mask_token_id} ({target.mask_token_reason})"),
+        ("chat template", f"{corpus.template_digest or 'none'} {corpus.template_kwargs or ''}".strip()),
+        ("left out", ", ".join(f"{count:,} {reason}" for reason, count in corpus.dropped.items()) or "nothing"),
+        ("shards", f"{len(manifest.shards):,}"),
+    ]
+    print_properties(f"cache {path}", rows)
+    _print_contents(facts.arrays, facts.lengths, facts.supervised_tokens)
+    _print_layers(facts.layers, facts.agreement, f"{facts.sampled_documents} sampled documents")
 
 
 def _highlighted(spans: "Sequence[TextSpan]") -> Text:

@@ -7,6 +7,7 @@ import typer
 
 from dflash_cache import __version__
 from dflash_cache.cli.console import print_error
+from dflash_cache.cli.demo import demo
 from dflash_cache.cli.extract import extract
 from dflash_cache.cli.inspect import inspect_app
 from dflash_cache.cli.train import train
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(extract)
 app.command()(train)
 app.add_typer(inspect_app, name="inspect")
+app.command()(demo)
 
 
 def _print_version(asked: bool) -> None:

@@ -34,7 +34,9 @@ EXIT_INTERRUPTED = 130
 
 
 def train(
-    shards: Annotated[Path, typer.Option("--shards", help="Folder of the cache that `extract` made.")],
+    shards: Annotated[
+        Path | None, typer.Option("--shards", help="Folder of the cache that `extract` made.", show_default=False)
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the run. [default: ./drafter]")] = None,
     recipe: Annotated[
         RecipeName | None,
@@ -76,7 +78,9 @@ def train(
         int | None, typer.Option("--seed", help="Of weights, order, anchors and noise. [default: 0]")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N. [default: auto]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, exactly.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out, exactly, with the settings it was begun with.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in --out first.")] = False,
     allow_incomplete: Annotated[
         bool, typer.Option("--allow-incomplete", help="Train on a cache whose extraction has not finished.")
@@ -110,12 +114,22 @@ def train(
         "overwrite": overwrite or None,
         "allow_incomplete": allow_incomplete or None,
     }
-    report = run_training(resolve(TrainConfig, flags, config))
+    stored = _stored_settings(out) if resume else None
+    report = run_training(resolve(TrainConfig, flags, config, stored))
     if report.interrupted:
         print_notice(f"interrupted at step {report.step} of {report.total_steps}; saved {report.checkpoint}")
         print_notice(f"continue with: {report.how_to_continue}")
         raise typer.Exit(EXIT_INTERRUPTED)
     print_summary(report)
+
+
+def _stored_settings(out: Path | None) -> TrainConfig:
+    """Read the settings of the run that is being continued, so that nobody has to type them again."""
+    from dflash_cache.train.run_folder import RunFolder
+
+    folder = RunFolder(out if out is not None else TrainConfig.model_fields["out"].default)
+    folder.refuse_others(resume=True, overwrite=False)
+    return folder.read_record().config
 
 
 def run_training(config: TrainConfig) -> "TrainReport":

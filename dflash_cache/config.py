@@ -223,20 +223,27 @@ _DEFAULT_BLOCK_SIZE = 16
 Config = TypeVar("Config", ExtractConfig, TrainConfig)
 
 
-def resolve(kind: type[Config], flags: Mapping[str, Any], config_file: Path | None = None) -> Config:
-    """Build a configuration: flag over file over recipe over default.
+def resolve(
+    kind: type[Config],
+    flags: Mapping[str, Any],
+    config_file: Path | None = None,
+    stored: Config | None = None,
+) -> Config:
+    """Build a configuration: flag over file over stored settings over recipe over default.
 
     Args:
       kind: Which configuration.
       flags: Settings given on the command line, nested like the configuration; None means not given.
       config_file: A TOML file with the same names.
+      stored: Settings of the run that is being continued.
 
     Raises:
       ConfigError: Naming the unknown setting and the nearest known one, or the value that is out of range.
     """
     from_file = _read_toml(config_file) if config_file else {}
     _refuse_unknown(kind, from_file, str(config_file))
-    given = _merge(from_file, _drop_none(flags))
+    before = stored.model_dump(exclude={"resume", "overwrite"}) if stored is not None else {}
+    given = _merge(_merge(before, from_file), _drop_none(flags))
     if kind is TrainConfig:
         given = _merge(_recipe_preset(given), given)
     try:
@@ -304,9 +311,17 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+# Where a setting's flag is not named like the setting.
+_FLAGS = {"corpus": "--data", "corpus.files": "--data"}
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False):
         name = ".".join(str(part) for part in item["loc"]) or "configuration"
+        if item["type"] == "missing":
+            flag = _FLAGS.get(name, f"--{name}")
+            lines.append(f"{name} is not given; name it with {flag} or in the --config file")
+            continue
         lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
     return "; ".join(lines)

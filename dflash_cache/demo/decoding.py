@@ -56,6 +56,6 @@ def decode_prompts(
         prompt_ids = prompt.token_ids(files.tokenizer)
         greedy = greedy_decode(target, prompt_ids, max_new_tokens)
         speculative = speculative_decode(target, proposer, prompt_ids, max_new_tokens)
-        text = files.tokenizer.decode(list(speculative.tokens), skip_special_tokens=True)
+        text = str(files.tokenizer.decode(list(speculative.tokens), skip_special_tokens=True))
         comparison = compare_with_greedy(speculative, greedy)
         yield DecodedPrompt(prompt, text, greedy, speculative, comparison)

@@ -269,7 +269,6 @@ def _started(setup: RunSetup, state: TrainState, folder: RunFolder) -> RunStarte
 
 def _report(setup: RunSetup, state: TrainState, checkpoint: Path, final: Path | None) -> TrainReport:
     progress, config = state.progress, setup.config
-    command = f"dflash-cache train --shards {config.shards} --out {config.out} --resume"
     return TrainReport(
         out=config.out,
         step=progress.step,
@@ -280,5 +279,5 @@ def _report(setup: RunSetup, state: TrainState, checkpoint: Path, final: Path | 
         training=progress.training,
         held_out=progress.held_out,
         best=progress.best,
-        how_to_continue=None if final is not None else f"{command}, with the settings it was begun with",
+        how_to_continue=None if final is not None else f"dflash-cache train --out {config.out} --resume",
     )
