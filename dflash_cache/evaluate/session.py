@@ -136,6 +136,7 @@ class TargetSession(AbstractContextManager["TargetSession"]):
 
     def forget(self, count: int) -> None:
         """Forget the last ``count`` tokens, possibly none; to be called after every read."""
-        # With none, too: sliding-window layers drop here what has left their window, and rely on it.
+        # With none, too: sliding-window layers drop here what has left their window. Before transformers 5.24 their
+        # masks rely on it.
         self._cache.crop(-count)
         self.num_tokens -= count
