@@ -55,6 +55,10 @@ def main() -> None:
     except DflashCacheError as error:
         print_error(str(error))
         sys.exit(EXIT_FAILURE)
+    except OSError as error:
+        # What the system refused (permissions, a broken disk) is for the user to mend, like our own errors.
+        print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        sys.exit(EXIT_FAILURE)
     except KeyboardInterrupt:
         print_error("interrupted")
         sys.exit(EXIT_INTERRUPTED)

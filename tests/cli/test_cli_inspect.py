@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.random_caches import CacheShape, all_shards, attach_files, cache_identity, make_cache
 from support.program import fails_cleanly, run
+from support.random_caches import CacheShape, all_shards, attach_files, cache_identity, make_cache
 
 from dflash_cache.format.writer import CacheWriter, prepare_folder
 

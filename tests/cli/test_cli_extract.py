@@ -1,0 +1,220 @@
+"""`extract` as a user types it, with everything that can be wrong."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.corpora import write_texts
+from support.extraction import files_of
+from support.program import fails_cleanly, run
+
+from dflash_cache.format.manifest import read_manifest
+
+
+def extract(target: object, data: object, out: Path, *more: object) -> object:
+    return run("extract", "--model", target, "--data", data, "--out", out, "--fc-layers", "0,1,2,3,4", *more)
+
+
+def test_the_closing_table_counts_everything(target: Path, corpus: Path, tmp_path: Path) -> None:
+    outcome = extract(target, corpus, tmp_path / "cache")
+    assert outcome.code == 0, outcome.stderr
+    for words in ("30 kept of 30 read", "supervised", "ratio", "recomputed", "tokens/s"):
+        assert words in " ".join(outcome.stdout.split()), words
+    assert "self-check passed" in outcome.stderr
+    assert "dflash-cache train --shards" in outcome.stderr
+
+
+def test_a_second_run_does_nothing_and_says_so(extracted: Path, target: Path, corpus: Path) -> None:
+    """B56."""
+    before = files_of(extracted)
+    outcome = extract(target, corpus, extracted)
+    assert outcome.code == 0
+    assert "nothing to do" in outcome.stderr
+    assert files_of(extracted) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (["--max-length", "64"], "max_length"),
+        (["--codec", "fast"], "codec"),
+        (["--dtype", "bfloat16"], "compute_dtype"),
+        (["--batch-tokens", "512"], "batch_tokens"),
+        (["--attention", "eager"], "attention"),
+        (["--template-kwarg", "greeting=hello"], "template_kwargs"),
+    ],
+)
+def test_a_changed_setting_is_refused_by_name(
+    extracted: Path, target: Path, corpus: Path, flags: list[str], field: str
+) -> None:
+    before = files_of(extracted)
+    fails_cleanly(extract(target, corpus, extracted, *flags), field, "->", "--overwrite")
+    assert files_of(extracted) == before
+
+
+class TestCorpus:
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b'{"text": "fine"}\n{"text": \n', ["data.jsonl:2"]),
+            (b'{"text": "fine"}\n["not an object"]\n', ["data.jsonl:2", "object"]),
+            (b'{"content": "hello"}\n', ["data.jsonl:1", "content", "text", "messages"]),
+            (b'{"text": 5}\n', ["data.jsonl:1", "text"]),
+            (b'{"messages": []}\n', ["data.jsonl:1", "messages"]),
+            (b'{"text": "caf\xe9"}\n', ["data.jsonl:1", "UTF-8"]),
+            (b"", ["data.jsonl", "no document"]),
+            (b"\n  \n", ["data.jsonl", "no document"]),
+            (b'{"messages": [{"role": "user", "content": "hello"}]}\n', ["no_supervised_token"]),
+            (b'{"text": "x"}\n', ["too_short"]),
+            (gzip.compress(b'{"text": "hello there"}\n' * 50)[:-12], ["data.jsonl", "gzip"]),
+        ],
+        ids=[
+            "cut", "array", "other fields", "wrong type", "no messages", "latin-1", "empty", "blank", "no answer",
+            "short", "cut gzip",
+        ],
+    )  # fmt: skip
+    def test_unusable_data(self, target: Path, tmp_path: Path, content: bytes, words: list[str]) -> None:
+        data = tmp_path / "data.jsonl"
+        data.write_bytes(content)
+        fails_cleanly(extract(target, data, tmp_path / "cache"), *words)
+        assert not (tmp_path / "cache" / "manifest.json").exists()
+
+    def test_missing_file(self, target: Path, tmp_path: Path) -> None:
+        fails_cleanly(extract(target, tmp_path / "nowhere.jsonl", tmp_path / "cache"), "nowhere.jsonl")
+
+    def test_no_file_named(self, target: Path, tmp_path: Path) -> None:
+        fails_cleanly(run("extract", "--model", target, "--out", tmp_path / "cache"), "--data")
+
+    def test_a_tokenizer_without_a_chat_template(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        plain = shutil.copytree(target, tmp_path / "plain")
+        (plain / "chat_template.jinja").unlink()
+        fails_cleanly(extract(plain, corpus, tmp_path / "cache"), "chat template", "corpus.jsonl:21")
+
+
+class TestTarget:
+    def test_unknown_folder_or_name(self, corpus: Path, tmp_path: Path) -> None:
+        fails_cleanly(extract("./no/such/model", corpus, tmp_path / "cache"), "no/such/model")
+        fails_cleanly(extract("nothing-known", corpus, tmp_path / "cache"), "nothing-known")
+
+    def test_no_model_named(self, corpus: Path, tmp_path: Path) -> None:
+        fails_cleanly(run("extract", "--data", corpus, "--out", tmp_path / "cache"), "--model")
+
+    def test_a_folder_that_is_no_model(self, corpus: Path, tmp_path: Path) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("{}")
+        fails_cleanly(extract(tmp_path / "model", corpus, tmp_path / "cache"), "model")
+
+    @pytest.mark.parametrize(
+        ("layers", "words"),
+        [("1,40", "0 to 5"), ("1,1,2", "more than once"), ("-1,2", "0 to 5"), ("1;2", "commas"), ("", "commas")],
+    )
+    def test_fc_layers_that_do_not_exist(
+        self, target: Path, corpus: Path, tmp_path: Path, layers: str, words: str
+    ) -> None:
+        """B10: refused before the weights are loaded."""
+        outcome = run("extract", "--model", target, "--data", corpus, "--out", tmp_path / "c", f"--fc-layers={layers}")
+        fails_cleanly(outcome, words)
+        assert "loading" not in outcome.stderr
+
+    def test_a_cut_weight_file(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        broken = shutil.copytree(target, tmp_path / "broken")
+        weights = broken / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        fails_cleanly(extract(broken, corpus, tmp_path / "cache"), "model.safetensors")
+
+
+class TestOutput:
+    def test_a_folder_that_holds_something_else(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        for more in ([], ["--overwrite"]):
+            fails_cleanly(extract(target, corpus, tmp_path, *more), "notes.txt")
+        assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+    def test_a_cache_of_another_format_version(
+        self, extracted: Path, target: Path, corpus: Path, tmp_path: Path
+    ) -> None:
+        out = shutil.copytree(extracted, tmp_path / "cache")
+        document = json.loads((out / "manifest.json").read_text())
+        document["format_version"] = 2
+        (out / "manifest.json").write_text(json.dumps(document))
+        before = files_of(out)
+        fails_cleanly(extract(target, corpus, out), "format_version")
+        assert files_of(out) == before
+
+    def test_a_damaged_shard_is_not_continued(
+        self, extracted: Path, target: Path, corpus: Path, tmp_path: Path
+    ) -> None:
+        out = shutil.copytree(extracted, tmp_path / "cache")
+        next((out / "shard-00000.zarr" / "fc_features").glob("c.*")).unlink()
+        fails_cleanly(extract(target, corpus, out), "fc_features")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_a_folder_without_permission(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        tmp_path.chmod(0o500)
+        fails_cleanly(extract(target, corpus, tmp_path / "cache"), str(tmp_path))
+
+    def test_out_below_a_file(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        fails_cleanly(extract(target, corpus, tmp_path / "file" / "cache"), "file")
+
+
+class TestConfigFile:
+    def test_flags_beat_the_file(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        config = tmp_path / "extract.toml"
+        config.write_text(
+            f'model = "{target}"\ncodec = "fast"\nfc_layers = [0, 2]\nbatch_tokens = 300\n'
+            f'[corpus]\nfiles = ["{corpus}"]\nmax_length = 50\n'
+        )
+        outcome = run("extract", "--config", config, "--out", tmp_path / "cache", "--batch-tokens", "200")
+        assert outcome.code == 0, outcome.stderr
+        identity = read_manifest(tmp_path / "cache").identity
+        assert identity.settings.codec == "fast"
+        assert identity.settings.batch_tokens == 200
+        assert identity.features.fc_layer_indices == (0, 2)
+        assert identity.corpus.max_length == 50
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("batch_token = 5", "batch_tokens"),
+            ("[corpus]\nmax_lenght = 5", "corpus.max_length"),
+            ("batch_tokens = -1", "batch_tokens"),
+            ("batch_tokens = ", "TOML"),
+            ('codec = "best"', "codec"),
+        ],
+    )
+    def test_a_wrong_file_is_explained(self, target: Path, corpus: Path, tmp_path: Path, text: str, words: str) -> None:
+        config = tmp_path / "extract.toml"
+        config.write_text(text)
+        fails_cleanly(extract(target, corpus, tmp_path / "cache", "--config", config), words)
+
+
+def test_ctrl_c_keeps_what_is_sealed_and_says_how_to_go_on(target: Path, tmp_path: Path) -> None:
+    data = write_texts(tmp_path / "data.jsonl", 400)
+    out = tmp_path / "cache"
+    command = [
+        sys.executable, "-c", "from dflash_cache.cli import main; main()",
+        "extract", "--model", target, "--data", data, "--out", out, "--fc-layers", "0,1,2,3,4",
+        "--shard-tokens", "300", "--batch-tokens", "300",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (out / "shard-00002.zarr").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert "run the same command again" in stderr
+    assert not read_manifest(out).complete
+    assert run(*command[3:]).code == 0
+    whole = tmp_path / "whole"
+    assert run(*(whole if part == out else part for part in command[3:])).code == 0
+    assert files_of(out) == files_of(whole)
