@@ -30,20 +30,29 @@ class Driver:
         )
 
     def __enter__(self) -> Self:
-        assert self._answer() == "ready"
+        assert self._answer().startswith("ready")
         return self
 
     def __exit__(self, *error: object) -> None:
         self._process.communicate(timeout=60)  # closes stdin, which ends it
 
-    def run(self, out: Path, kill_after: float | None = None) -> tuple[str, float]:
-        """Extract into a folder; returns how it ended and the seconds that it ran."""
+    def run(self, out: Path, kill_at: tuple[int, float] | None = None) -> tuple[str, float, int]:
+        """Extract into a folder.
+
+        Args:
+          out: The folder.
+          kill_at: Kill it so many seconds after so many shards are in place; None lets it end.
+
+        Returns:
+          How it ended, the seconds that it ran, and the shards in place.
+        """
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{out} {'-' if kill_after is None else f'{kill_after:.4f}'}\n")
+        moment = "- -" if kill_at is None else f"{kill_at[0]} {kill_at[1]:.4f}"
+        self._process.stdin.write(f"{out} {moment}\n")
         self._process.stdin.flush()
-        word, seconds = self._answer().split()
+        word, seconds, shards = self._answer().split()
         assert word in ("killed", "ended")
-        return word, float(seconds)
+        return word, float(seconds), int(shards)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -55,20 +64,23 @@ def _kill_and_compare(tmp_path: Path, kills: int, documents: int, seed: int) -> 
     data = write_texts(tmp_path / "data.jsonl", documents, longest=60)
     generator = random.Random(seed)
     with Driver(model, data) as driver:
-        _, seconds = driver.run(tmp_path / "whole")
-        ends = [
-            driver.run(tmp_path / "cache", kill_after=generator.uniform(0.1, 1.0) * 0.9 * seconds)[0]
-            for _ in range(kills)
-        ]
-        assert "killed" in ends
+        _, seconds, total = driver.run(tmp_path / "whole")
+        left = []
+        for kill in range(kills):
+            # The first early; the others once more shards are in place, while the next are computed or written.
+            shards = total * kill // kills
+            delay = generator.uniform(0.0, seconds / total) if kill else generator.uniform(0.05, 0.25) * seconds
+            word, _, sealed = driver.run(tmp_path / "cache", (shards, delay))
+            left.append((word, sealed))
+        assert any(word == "killed" and 0 < sealed < total for word, sealed in left), (left, total)
         assert driver.run(tmp_path / "cache")[0] == "ended"
     assert files_of(tmp_path / "cache") == files_of(tmp_path / "whole")
 
 
 def test_killed_four_times_and_continued(tmp_path: Path) -> None:
-    _kill_and_compare(tmp_path, kills=4, documents=40, seed=1)
+    _kill_and_compare(tmp_path, kills=4, documents=80, seed=1)
 
 
 @pytest.mark.slow
 def test_killed_ten_times_and_continued(tmp_path: Path) -> None:
-    _kill_and_compare(tmp_path, kills=10, documents=400, seed=2)
+    _kill_and_compare(tmp_path, kills=10, documents=250, seed=2)
