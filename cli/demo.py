@@ -39,14 +39,14 @@ _BATCH_TOKENS = 2048
 _BLOCK_SIZE = 8
 _NUM_LAYERS = 2
 _ROW_TOKENS = 1024
-_NUM_ANCHORS = 96
+_NUM_ANCHORS = 48
 _LEARNING_RATE = 1.5e-3
 
 
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Folder for everything the demo makes.")] = Path("dflash-demo"),
     tokens: Annotated[int, typer.Option("--tokens", min=2000, help="Tokens of text to extract.")] = 20_000,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of training.")] = 200,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of training.")] = 150,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts to decode.")] = 4,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, help="Tokens to generate for each prompt.")] = 64,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over in --out.")] = False,
@@ -119,7 +119,7 @@ def _training(out: Path, steps: int, *, overwrite: bool) -> TrainConfig:
         num_anchors=_NUM_ANCHORS,
         optimizer=OptimizerConfig(lr=_LEARNING_RATE),
         drafter=DrafterSettings(num_layers=_NUM_LAYERS, block_size=_BLOCK_SIZE),
-        eval_fraction=0.05,
+        eval_fraction=0.08,
         save_every=100,
         overwrite=overwrite,
         resume=not overwrite and (folder / "run.json").exists(),

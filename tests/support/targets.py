@@ -138,13 +138,13 @@ def build_hybrid(folder: Path) -> Path:
     return save_target(Qwen3_5ForConditionalGeneration(hybrid_config()), folder)
 
 
-def build_llama(folder: Path) -> Path:
+def build_llama(folder: Path, num_layers: int = 6) -> Path:
     """A small Llama."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=48,
         intermediate_size=64,
-        num_hidden_layers=6,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
