@@ -66,6 +66,7 @@ class CorpusSummary(FrozenModel):
     Attributes:
       documents_read: Non-blank lines of all files.
       documents_kept: Documents in the tokenised corpus.
+      chats_kept: Those of them that are chats, rendered with the chat template.
       documents_truncated: Kept documents of which a part beyond the maximum length was cut off.
       dropped: Reasons with their counts, the most frequent first.
       tokens: Tokens of the kept documents.
@@ -75,6 +76,7 @@ class CorpusSummary(FrozenModel):
 
     documents_read: Count
     documents_kept: Count
+    chats_kept: Count
     documents_truncated: Count
     dropped: tuple[DropCount, ...]
     tokens: Count
@@ -100,6 +102,7 @@ class SummaryBuilder:
 
     def __init__(self) -> None:
         self.documents_kept = 0
+        self._chats = 0
         self.tokens = 0
         self._truncated = 0
         self._supervised = 0
@@ -112,9 +115,10 @@ class SummaryBuilder:
         """Documents counted so far, kept or dropped."""
         return self.documents_kept + sum(self._counts.values())
 
-    def keep(self, num_tokens: int, num_supervised: int, *, truncated: bool) -> None:
+    def keep(self, num_tokens: int, num_supervised: int, *, chat: bool, truncated: bool) -> None:
         """Count a document that is kept."""
         self.documents_kept += 1
+        self._chats += chat
         self.tokens += num_tokens
         self._supervised += num_supervised
         self._share_sum += num_supervised / num_tokens
@@ -133,6 +137,7 @@ class SummaryBuilder:
         return CorpusSummary(
             documents_read=self.documents_read,
             documents_kept=self.documents_kept,
+            chats_kept=self._chats,
             documents_truncated=self._truncated,
             dropped=tuple(
                 DropCount(reason=reason, count=count, examples=tuple(self._examples[reason]))

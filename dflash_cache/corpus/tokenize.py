@@ -287,7 +287,12 @@ def _count(result: Kept | Dropped, raw: RawDocument, counts: SummaryBuilder, wri
         counts.drop(result.reason, raw.source, result.detail)
         return
     document = result.document
-    counts.keep(len(document.input_ids), int(document.loss_mask.sum()), truncated=result.tokens_cut > 0)
+    counts.keep(
+        len(document.input_ids),
+        int(document.loss_mask.sum()),
+        chat=raw.messages is not None,
+        truncated=result.tokens_cut > 0,
+    )
     writer.append(document)
 
 

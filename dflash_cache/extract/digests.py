@@ -97,6 +97,9 @@ def stored_dtypes(folder: Path) -> dict[str, int]:
 
 
 def _digested_blocks(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
+    if path.suffix == ".safetensors":
+        _safetensors_header(file, path, size)  # a file that was cut short is named here, before anything is loaded
+        file.seek(0)
     if size <= WHOLE_FILE_BYTES:
         while block := file.read(1 << 22):
             yield block
@@ -131,4 +134,7 @@ def _safetensors_header(file: BinaryIO, path: Path, size: int) -> tuple[bytes, l
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TargetError(f"{path} is not a whole safetensors file: its header cannot be read ({error})") from error
+    expected = 8 + length + max((stop for _, _, stop in entries), default=0)
+    if size != expected:
+        raise TargetError(f"{path} has {size:,} bytes, its header says {expected:,}: it was cut short; fetch it again")
     return header, sorted(entries, key=lambda entry: entry[1])

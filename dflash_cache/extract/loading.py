@@ -1,6 +1,8 @@
 """Load a target's weights, and find its decoder, its layers and its matrices."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedConfig,
 )
+from transformers.utils import logging as transformers_logging
 
 from dflash_cache.errors import TargetError
 from dflash_cache.extract.target import LOAD_ERRORS, TargetFiles, explain_load_error
@@ -143,7 +146,8 @@ def _from_pretrained(files: TargetFiles, attention: str, auto_class: Any) -> tup
     if direct:
         options["device_map"] = {"": files.device}
     try:
-        model, info = auto_class.from_pretrained(files.name.location, **options)
+        with _no_foreign_bars():
+            model, info = auto_class.from_pretrained(files.name.location, **options)
         if not direct:
             model = model.to(files.device)
     except torch.OutOfMemoryError as error:
@@ -158,6 +162,19 @@ def _from_pretrained(files: TargetFiles, attention: str, auto_class: Any) -> tup
             ) from error
         raise explain_load_error(files.name, "weights", error) from error
     return model, sorted(info["missing_keys"])
+
+
+@contextmanager
+def _no_foreign_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars of its own across the caller's."""
+    bars: Any = transformers_logging  # without types
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def _find_layers(files: TargetFiles, decoder: nn.Module) -> nn.ModuleList:
