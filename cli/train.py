@@ -1,7 +1,7 @@
 """``dflash-cache train``: stage two."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -93,7 +93,7 @@ def train(
 
     Example: `dflash-cache train --shards ./cache --out ./drafter --epochs 6`
     """
-    flags = {
+    flags: dict[str, Any] = {
         "shards": shards,
         "out": out,
         "recipe": recipe,
@@ -114,8 +114,7 @@ def train(
         "overwrite": overwrite or None,
         "allow_incomplete": allow_incomplete or None,
     }
-    stored = _stored_settings(out) if resume else None
-    report = run_training(resolve(TrainConfig, flags, config, stored))
+    report = run_training(resolve(TrainConfig, flags, config, _stored_settings(flags, config)))
     if report.interrupted:
         print_notice(f"interrupted at step {report.step} of {report.total_steps}; saved {report.checkpoint}")
         print_notice(f"continue with: {report.how_to_continue}")
@@ -123,11 +122,15 @@ def train(
     print_summary(report)
 
 
-def _stored_settings(out: Path | None) -> TrainConfig:
+def _stored_settings(flags: dict[str, Any], config: Path | None) -> TrainConfig | None:
     """Read the settings of the run that is being continued, so that nobody has to type them again."""
     from dflash_cache.train.run_folder import RunFolder
 
-    folder = RunFolder(out if out is not None else TrainConfig.model_fields["out"].default)
+    # Whether, and which run, may stand in the file too; the cache's folder may stand in the run alone.
+    asked = resolve(TrainConfig, {**flags, "shards": Path()}, config)
+    if not asked.resume:
+        return None
+    folder = RunFolder(asked.out)
     folder.refuse_others(resume=True, overwrite=False)
     return folder.read_record().config
 

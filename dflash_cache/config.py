@@ -30,11 +30,13 @@ __all__ = [
 
 Codec = Literal["compact", "fast"]
 RecipeName = Literal["speculators", "paper"]
-TemplateValue = str | int | float | bool
+# JSON has no infinity and no NaN, and NaN differs from itself: a cache or run made with one could not be continued.
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+TemplateValue = str | int | FiniteFloat | bool
 
 PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[FiniteFloat, Field(ge=0)]
+PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -254,11 +256,13 @@ def resolve(
 
 def _recipe_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     name = given.get("recipe", "speculators")
-    if name not in RECIPES:
+    if name not in tuple(RECIPES):  # a tuple: what a file gives need not be hashable
         raise ConfigError(f"recipe {name!r} is not known; choose one of {', '.join(RECIPES)}")
     preset = _merge({}, RECIPES[name])
     if name == "paper":
         block_size = given.get("drafter", {}).get("block_size", _DEFAULT_BLOCK_SIZE)
+        if not isinstance(block_size, int):
+            return preset  # the model says what a block size is
         if block_size not in _PAPER_GAMMA and "gamma" not in given.get("loss", {}):
             raise ConfigError(
                 f"the paper gives gamma for block sizes {sorted(_PAPER_GAMMA)}, not for {block_size}; set loss.gamma"
@@ -284,7 +288,9 @@ def _refuse_unknown(kind: type[FrozenModel], given: Mapping[str, Any], where: st
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(sorted(kind.model_fields))}"
             raise ConfigError(f"{where}: unknown setting {prefix}{name}; {hint}")
         nested = field.annotation
-        if isinstance(nested, type) and issubclass(nested, FrozenModel) and isinstance(value, Mapping):
+        if isinstance(nested, type) and issubclass(nested, FrozenModel):
+            if not isinstance(value, Mapping):  # flags of the group would cover it up
+                raise ConfigError(f"{where}: {prefix}{name} is {value!r}, expected a table: [{prefix}{name}]")
             _refuse_unknown(nested, value, where, f"{prefix}{name}.")
 
 
@@ -323,5 +329,6 @@ def _explain(error: ValidationError) -> str:
             flag = _FLAGS.get(name, f"--{name}")
             lines.append(f"{name} is not given; name it with {flag} or in the --config file")
             continue
-        lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
+        got = f" (got {item['input']!r})" if item["loc"] else ""
+        lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{got}")
     return "; ".join(lines)

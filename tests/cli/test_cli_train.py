@@ -36,6 +36,16 @@ def test_resume_needs_no_settings_typed_again(extracted: Path, tmp_path: Path) -
     assert (parts / weights).read_bytes() == (whole / weights).read_bytes()
 
 
+def test_resume_finds_the_run_that_the_config_file_names(extracted: Path, tmp_path: Path) -> None:
+    out, config = tmp_path / "drafter", tmp_path / "train.toml"
+    config.write_text(f"out = '{out}'\n")
+    assert run("train", "--shards", extracted, "--config", config, "--max-steps", 2, *SMALL).code == 0
+    shutil.rmtree(out / "final")
+    outcome = run("train", "--config", config, "--resume")
+    assert outcome.code == 0, outcome.stderr
+    assert (out / "final" / "model.safetensors").is_file()
+
+
 def test_a_changed_setting_is_refused_on_resume(extracted: Path, tmp_path: Path) -> None:
     out = tmp_path / "drafter"
     assert run("train", "--shards", extracted, "--out", out, "--max-steps", 2, *SMALL).code == 0
@@ -91,3 +101,27 @@ def test_a_damaged_cache_is_refused(extracted: Path, tmp_path: Path, damage: str
         (cache / "target_head.safetensors").write_bytes(b"nothing")
     outcome = run("train", "--shards", cache, "--out", tmp_path / "drafter", "--max-steps", 5, *SMALL)
     fails_cleanly(outcome, {"manifest": "manifest.json", "head": "target_head"}.get(damage, "last_hidden_states"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("drafter = 5", "drafter"),
+        ("[[drafter]]\nblock_size = 4", "drafter"),
+        ("recipe = 'paper'\nloss = 3", "loss"),
+        ("recipe = []", "recipe"),
+        ("recipe = 'paper'\n[drafter]\nblock_size = [1]", "block_size"),
+        ("[drafter]\nrope_theta = inf", "rope_theta"),
+        ("[optimizer]\neps = inf", "eps"),
+        ("noise_half_width = inf", "noise_half_width"),
+        ("[loss.terms]\nce = inf", "ce"),
+    ],
+)
+def test_a_config_file_of_wrong_types_is_one_clear_message(
+    extracted: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    config, out = tmp_path / "train.toml", tmp_path / "drafter"
+    config.write_text(text)
+    flags = [] if "block_size" in text else ["--block-size", 16]  # must not cover up what the file says
+    fails_cleanly(run("train", "--shards", extracted, "--out", out, "--config", config, *flags), words)
+    assert not out.exists()
