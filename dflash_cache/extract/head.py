@@ -61,6 +61,11 @@ def find_head(target: LoadedTarget) -> FoundHead:
     embedding_VH = _find_matrix(target, "embedding", nn.Embedding)[0]
     lm_head_VH, lm_head_bias = _find_matrix(target, "lm_head", nn.Linear)
     record, input_ids = _probe(target, _probe_ids(target, embedding_VH))
+    if not bool(torch.isfinite(record.decoder_output).all()):
+        raise TargetError(
+            f"{target.name}: its output for its own tokens is NaN or infinite: its weights are damaged, or too large "
+            f"for {target.compute_dtype}; fetch the model again, or try another --dtype"
+        )
     norm = _find_final_norm(target, record)
     tied = lm_head_VH.data_ptr() == embedding_VH.data_ptr()
     spec = HeadSpec(
@@ -76,6 +81,7 @@ def find_head(target: LoadedTarget) -> FoundHead:
         lm_head_weight=embedding_VH if tied else lm_head_VH,
         lm_head_bias=lm_head_bias,
     )
+    _refuse_non_finite(target, head)
     return FoundHead(head, norm)
 
 
@@ -121,6 +127,13 @@ def identify_norm(norm: nn.Module, hidden_size: int, name: str) -> FinalNormSpec
         f"{name}: its final norm {type(norm).__name__} is neither an RMS norm (gain w or 1 + w) nor a layer norm; "
         "this architecture is not supported"
     )
+
+
+def _refuse_non_finite(target: LoadedTarget, head: TargetHead) -> None:
+    """Refuse now what training would refuse after the whole extraction."""
+    for name, tensor in head.named_buffers():
+        if not bool(torch.isfinite(tensor).all()):
+            raise TargetError(f"{target.name}: its {name} holds NaN or infinity; fetch the model again")
 
 
 def _unit_scale(x_NH: Tensor, kind: NormKind) -> Tensor:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
@@ -36,7 +37,10 @@ __all__ = ["TargetFiles", "choose_compute_dtype", "choose_device", "explain_load
 logger = logging.getLogger(__name__)
 
 # What transformers and the libraries below it raise for a model that is absent, foreign or broken.
-LOAD_ERRORS = (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError, TypeError)
+LOAD_ERRORS = (
+    *(OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError, TypeError),
+    *(ArithmeticError, StrictDataclassError),
+)
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,9 @@ class TargetFiles:
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens that a document may have; None when the config does not say."""
-        return _optional_int(self.text_config, "max_position_embeddings")
+        """Tokens that a document may have; None when the config does not say, or says -1 for any number."""
+        stated = _optional_int(self.text_config, "max_position_embeddings")
+        return stated if stated is not None and stated > 0 else None
 
     def spec(self, mask_token: MaskTokenProposal, final_norm: FinalNormSpec, *, tied: bool) -> TargetSpec:
         """Describe the target for the manifest.
@@ -104,7 +109,9 @@ class TargetFiles:
           final_norm: As found in the weights, or as the manifest of the cache to be continued has it.
           tied: Likewise.
         """
-        architectures = getattr(self.config, "architectures", None) or [type(self.config).__name__]
+        architectures = getattr(self.config, "architectures", None)
+        if not isinstance(architectures, list | tuple) or not architectures:
+            architectures = [type(self.config).__name__]
         return TargetSpec(
             name=self.name.identity_name,
             revision=self.commit,
@@ -161,6 +168,10 @@ def open_target(config: ExtractConfig) -> TargetFiles:
         raise TargetError(
             f"{name.location}: its tokenizer {type(tokenizer).__name__} has no fast (Rust) backend, which gives the "
             "character offsets that the loss mask needs; convert it to a tokenizer.json first"
+        )
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # made up where the files are missing
+        raise TargetError(
+            f"{name.location}: its tokenizer has no vocabulary but special tokens; fetch the tokenizer's files too"
         )
     return TargetFiles(
         name=name,
@@ -238,7 +249,9 @@ def explain_load_error(name: TargetName, what: str, error: BaseException) -> Tar
                 f"{where}: its {what} is not on this machine and the hub cannot be reached; connect to the network "
                 "(and unset HF_HUB_OFFLINE), or give the path of a folder that holds the model"
             )
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # A strict config says in its first line only which field is wrong, and how in the next.
+    text = " ".join(line.strip() for line in lines) if isinstance(error, StrictDataclassError) else lines[0]
     if any("trust_remote_code" in str(cause) for cause in causes):
         return TargetError(
             f"{where} needs code that it ships itself to load its {what}; read that code, and if you trust it, "
@@ -273,16 +286,13 @@ def _load_config(name: TargetName, where: dict[str, Any]) -> tuple[PreTrainedCon
 
 
 def _require_sizes(name: TargetName, text_config: PreTrainedConfig) -> None:
-    missing = [
-        field
-        for field in ("num_hidden_layers", "hidden_size", "vocab_size")
-        if not isinstance(getattr(text_config, field, None), int)
-    ]
-    if missing:
-        raise TargetError(
-            f"{name.location}: its config ({text_config.model_type}) does not say {', '.join(missing)}; "
-            "a causal language model is needed"
-        )
+    for field in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        size = _optional_int(text_config, field)
+        if size is None or size < 1:
+            raise TargetError(
+                f"{name.location}: {field} in its config ({text_config.model_type}) is "
+                f"{getattr(text_config, field, None)!r}, expected a positive number; a causal language model is needed"
+            )
 
 
 def _weights_digest(name: TargetName, commit: str | None) -> str:
@@ -313,10 +323,16 @@ def _eos_token_ids(
     except OSError as error:  # most models have none; then transformers derives one from the config, as here
         logger.debug("%s has no generation config: %s", name.location, error)
         generation = config.get_text_config(decoder=True)
-    found: set[int] = set()
+    found: list[Any] = []
     for value in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
-        found.update([] if value is None else [value] if isinstance(value, int) else value)
-    return tuple(sorted(int(token) for token in found))
+        found += [] if value is None else value if isinstance(value, list | tuple) else [value]
+    foreign = [token for token in found if not isinstance(token, int)]
+    if foreign:
+        raise TargetError(
+            f"{name.location}: eos_token_id holds {foreign[0]!r}, expected a number or a list of numbers; mend its "
+            "generation_config.json or config.json"
+        )
+    return tuple(sorted(set(found)))
 
 
 def _quantization(config: PreTrainedConfig) -> str | None:

@@ -1,5 +1,6 @@
 """Embedding, final norm and lm_head are found by what they do (B05, B06, B52, trap 3)."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -53,7 +54,7 @@ def test_the_head_embeds_as_the_target_does(name: str, opened: Opened) -> None:
     )
     input_ids = torch.arange(11)[None]
     with torch.inference_mode():
-        target.decode(input_ids, None)
+        target.decode(input_ids)
     handle.remove()
     expected = seen[0]
     if name == "gpt2":  # adds learned positions, which are no part of the embedding
@@ -128,3 +129,23 @@ def test_a_decoder_without_a_final_norm_lists_its_parts(opened: Opened) -> None:
 
     with pytest.raises(TargetError, match=r"all parts: layers \(ModuleList\), inner"):
         find_head(replace(target, decoder=Bare()))
+
+
+def test_weights_that_give_nan_are_called_damaged(opened: Opened) -> None:
+    _, target = opened("dense")
+    broken = replace(target, model=copy.deepcopy(target.model))
+    broken = replace(broken, decoder=broken.model.model, layers=broken.model.model.layers)
+    broken.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(TargetError, match="NaN or infinite: its weights are damaged"):
+        find_head(broken)
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "lm_head"])
+def test_a_nan_row_that_training_would_refuse_is_refused_before_extraction(opened: Opened, part: str) -> None:
+    _, target = opened("dense")
+    model = copy.deepcopy(target.model)
+    broken = replace(target, model=model, decoder=model.model, layers=model.model.layers)
+    matrix = model.lm_head if part == "lm_head" else model.model.embed_tokens
+    matrix.weight[-1, 0] = float("nan")
+    with pytest.raises(TargetError, match="holds NaN or infinity"):
+        find_head(broken)

@@ -200,3 +200,62 @@ def test_the_config_digest_ignores_who_wrote_it_and_nothing_else() -> None:
     config = {"hidden_size": 4, "rope": {"theta": 1.0}}
     assert config_digest(config) == config_digest({**config, "transformers_version": "9", "_commit_hash": "x"})
     assert config_digest(config) != config_digest({**config, "rope": {"theta": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_position_embeddings": "x"}, "max_position_embeddings"),
+        ({"num_hidden_layers": 4}, "layer_types"),
+        ({"num_hidden_layers": "6"}, "num_hidden_layers"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"vocab_size": -1}, "vocab_size"),
+    ],
+)
+def test_a_config_that_was_edited_wrongly_is_one_clear_message(
+    target_folder: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    folder = _copy(target_folder("dense"), tmp_path / "model")
+    _edit(folder / "config.json", **changes)
+    with pytest.raises(TargetError, match=words) as caught:
+        _open(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("eos", ["x", ["x"], [[1]], {"a": 1}, 1.5])
+def test_an_eos_id_that_is_no_number_is_refused(
+    target_folder: Callable[[str], Path], tmp_path: Path, eos: object
+) -> None:
+    folder = _copy(target_folder("dense"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(TargetError, match="eos_token_id"):
+        _open(folder)
+
+
+def test_a_folder_without_its_tokenizer_is_refused(target_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers makes up an empty tokenizer then, and every document would be too short."""
+    folder = _copy(target_folder("dense"), tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(TargetError, match="no vocabulary"):
+        _open(folder)
+
+
+def test_odd_but_usable_configs_open(target_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = _copy(target_folder("dense"), tmp_path / "model")
+    _edit(folder / "config.json", architectures=5, max_position_embeddings=-1)
+    spec = _open(folder).spec(MaskTokenProposal(5, "test", 0), FinalNormSpec(kind="rms", eps=1e-6), tied=False)
+    assert (spec.architecture, spec.max_position_embeddings) == ("Qwen3Config", None)
+
+
+def test_a_config_that_no_model_can_be_built_from_is_refused(
+    target_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = _copy(target_folder("dense"), tmp_path / "model")
+    _edit(folder / "config.json", head_dim=0)
+    with pytest.raises(TargetError, match="weights cannot be loaded"):
+        load_target(_open(folder), "sdpa")
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
