@@ -34,10 +34,14 @@ __all__ = [
     "print_table",
     "print_warning",
     "progress_bars",
+    "readable",
     "stdout_console",
 ]
 
 _PLAIN_WIDTH = 120  # tables in a log or a pipe, where there is no terminal to ask
+
+# Text of a corpus or a name in a manifest must not steer the terminal that shows it.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 # soft_wrap keeps a path or a command on one line, so that it can be copied.
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -48,24 +52,30 @@ def stdout_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
+def readable(text: str) -> str:
+    """Write control characters as escapes, but line ends and tabs."""
+    return text.translate(_CONTROLS)
+
+
 def print_error(message: str) -> None:
     """Print an error to stderr."""
-    _stderr.print(Text.assemble(("error: ", "bold red"), message))
+    _stderr.print(Text.assemble(("error: ", "bold red"), readable(message)))
 
 
 def print_warning(message: str) -> None:
     """Print a warning to stderr."""
-    _stderr.print(Text.assemble(("warning: ", "bold yellow"), message))
+    _stderr.print(Text.assemble(("warning: ", "bold yellow"), readable(message)))
 
 
 def print_notice(message: str) -> None:
     """Print a line of talk to stderr."""
-    _stderr.print(Text(message))
+    _stderr.print(Text(readable(message)))
 
 
 def print_data(text: str | Text) -> None:
-    """Print text to stdout as it is."""
-    stdout_console().print(text, soft_wrap=True, markup=False)
+    """Print text to stdout, control characters of a plain one escaped."""
+    shown = readable(text) if isinstance(text, str) else text
+    stdout_console().print(shown, soft_wrap=True, markup=False)
 
 
 def print_json(document: Any) -> None:
@@ -97,7 +107,7 @@ def _table(title: str) -> Table:
 
 def _print_rows(table: Table, rows: Sequence[Sequence[object]]) -> None:
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))  # Text: a cell with brackets is no markup
+        table.add_row(*(Text(readable(str(cell))) for cell in row))  # Text: a cell with brackets is no markup
     console = stdout_console()
     console.print(table)
     console.print()

@@ -17,6 +17,7 @@ from dflash_cache.cli.console import (
     print_properties,
     print_table,
     progress_bars,
+    readable,
     stdout_console,
 )
 from dflash_cache.errors import ConfigError
@@ -165,12 +166,13 @@ def _highlighted(spans: "Sequence[TextSpan]") -> Text:
     colour = stdout_console().is_terminal
     text = Text()
     for span in spans:
+        shown = readable(span.text)
         if not span.supervised:
-            text.append(span.text, style="dim" if colour else "")
+            text.append(shown, style="dim" if colour else "")
         elif colour:
-            text.append(span.text, style="bold green")
+            text.append(shown, style="bold green")
         else:
-            text.append(f"\N{LEFT DOUBLE ANGLE BRACKET}{span.text}\N{RIGHT DOUBLE ANGLE BRACKET}")
+            text.append(f"\N{LEFT DOUBLE ANGLE BRACKET}{shown}\N{RIGHT DOUBLE ANGLE BRACKET}")
     return text
 
 

@@ -1,6 +1,10 @@
 """The ``dflash-cache`` program: its commands, and the one place where an error becomes a message and an exit code."""
 
+import errno
+import io
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,6 +54,7 @@ def _global_options(
 
 def main() -> None:
     """Run the program: 0 done, 1 a clear error, 2 wrong usage, 130 interrupted."""
+    _prepare_streams()
     try:
         app()
     except DflashCacheError as error:
@@ -57,8 +62,28 @@ def main() -> None:
         sys.exit(EXIT_FAILURE)
     except OSError as error:
         # What the system refused (permissions, a broken disk) is for the user to mend, like our own errors.
-        print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        print_error(_explain(error))
         sys.exit(EXIT_FAILURE)
     except KeyboardInterrupt:
         print_error("interrupted")
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _prepare_streams() -> None:
+    """Let closed streams swallow what is written, and escape characters that a stream's encoding lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the program ends
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _explain(error: OSError) -> str:
+    where = f": {error.filename}" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full{where}. What was finished is intact; make room and run the same command again "
+            "(`train` with --resume, once it has begun)."
+        )
+    return f"{error.strerror or error}{where}"

@@ -32,6 +32,8 @@ def plot_contents(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError("a plot needs matplotlib: pip install 'dflash-cache[plot]'") from error
+    if not path.suffix:  # matplotlib would add one, and write another file than the one that was named
+        raise ConfigError(f"the picture {path} has no suffix; name an image file, such as {path.name or 'cache'}.png")
     figure = Figure(figsize=(12, 4.2), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=11)
     lengths_axes, layers_axes, mask_axes = figure.subplots(1, 3, width_ratios=[2, 2, 1])

@@ -55,6 +55,7 @@ def test_shard_by_folder_and_by_number(cache: Path) -> None:
         (["cache", "{cache}/manifest.json"], "not a cache"),
         (["cache", "{cache}", "--plot", "{cache}/no/such/folder.png"], "folder.png"),
         (["cache", "{cache}", "--plot", "{cache}/picture.xyz"], "xyz"),
+        (["cache", "{cache}", "--plot", "{cache}"], "no suffix"),
     ],
 )
 def test_a_wrong_place_is_one_clear_message(cache: Path, arguments: list[str], words: str) -> None:
