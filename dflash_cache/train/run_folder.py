@@ -26,6 +26,8 @@ _LOCK = ".lock"
 _RUN_FILE = "run.json"
 _FOLDERS = ("tensorboard", "checkpoints", "final")
 _FILES = ("metrics.jsonl",)
+# Left by a run that was killed, or had no disk, before it was one.
+_LEFTOVERS = (_LOCK, f".{_RUN_FILE}.tmp")
 
 
 class RunFolder:
@@ -50,7 +52,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise OutputExistsError(f"{self.path} is a file; name a folder for the run with --out")
         has_run = self.run_file.is_file()
-        foreign = sorted(p.name for p in self.path.iterdir() if p.name != _LOCK) if self.path.is_dir() else []
+        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in _LEFTOVERS) if self.path.is_dir() else []
         if foreign and not has_run:
             raise OutputExistsError(
                 f"{self.path} is not empty and holds no run (found {', '.join(foreign[:3])}"
@@ -135,9 +137,10 @@ class RunFolder:
         return sum(path.stat().st_size for path in inside if path.is_file())
 
     def _delete_run(self) -> None:
-        self.run_file.unlink(missing_ok=True)
+        """Delete the record last: after a killed deletion the folder still counts as a run, to be deleted again."""
         for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
         for name in _FOLDERS:
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
+        self.run_file.unlink(missing_ok=True)

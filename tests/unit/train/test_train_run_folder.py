@@ -128,3 +128,25 @@ def test_foreign_lines_are_not_thrown_away(tmp_path):
     with pytest.raises(CheckpointError, match=r"metrics.jsonl, line 2: not a record"):
         truncate_metrics(path, Progress(step=2))
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_what_a_run_left_before_it_had_a_record_is_no_obstacle(folder):
+    folder.path.mkdir()
+    for name in (".lock", ".run.json.tmp"):
+        (folder.path / name).touch()
+    folder.refuse_others(resume=False, overwrite=False)
+
+
+def test_a_killed_deletion_can_be_repeated(folder, monkeypatch):
+    fill(folder)
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_cache.train.run_folder.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt), folder.claim(overwrite=True):
+        pass
+    monkeypatch.undo()
+    folder.refuse_others(resume=False, overwrite=True)
+    with folder.claim(overwrite=True):
+        assert {path.name for path in folder.path.iterdir()} == {".lock", "notes.txt"}
