@@ -1,8 +1,6 @@
 """``dflash-cache extract``: stage one."""
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,12 +13,35 @@ from dflash_cache.cli.console import (
     print_warning,
     progress_bars,
 )
-from dflash_cache.config import Codec, ExtractConfig, TemplateValue, resolve
-from dflash_cache.errors import ConfigError
+from dflash_cache.cli.extract_options import (
+    AttentionOption,
+    BatchTokensOption,
+    CodecOption,
+    ConfigOption,
+    DataOption,
+    DeviceOption,
+    DtypeOption,
+    FcLayersOption,
+    FusedOption,
+    LimitOption,
+    LongOption,
+    MaxLengthOption,
+    ModelOption,
+    OutOption,
+    RevisionOption,
+    SampleOption,
+    ShardTokensOption,
+    ShuffleSeedOption,
+    TemplateKwargOption,
+    TrustOption,
+    extract_settings,
+)
+from dflash_cache.config import ExtractConfig
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from dflash_cache.corpus.summary import CorpusSummary
     from dflash_cache.extract.progress import BatchComputed, CorpusRead, ExtractEvent, ShardSealed
     from dflash_cache.extract.runner import ExtractReport
 
@@ -30,60 +51,27 @@ EXIT_INTERRUPTED = 130
 
 
 def extract(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", help="The target: a folder, or a hub name such as Qwen/Qwen3.6-27B.", show_default=False
-        ),
-    ] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option("--data", help="JSON Lines, plain or gzip; repeat for several files.", show_default=False),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder of the cache. [default: ./cache]")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="TOML file with any setting of schemas/extract-config.schema.json."),
-    ] = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Commit, tag or branch of a hub model.")] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"] | None,
-        typer.Option(
-            "--dtype", help="Number format of the target. [default: auto: its own on a GPU, float32 on a CPU]"
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N. [default: auto]")] = None,
-    attention: Annotated[
-        Literal["sdpa", "eager"] | None, typer.Option("--attention", help="Attention of the target. [default: sdpa]")
-    ] = None,
-    fc_layers: Annotated[
-        str | None,
-        typer.Option(
-            "--fc-layers",
-            help="Decoder layers whose outputs feed the drafter, 0-based, by commas. "
-            "[default: five spread over the target; 1,16,31,46,61 of 64]",
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option("--max-length", help="Tokens kept of a document. [default: 4096]")
-    ] = None,
-    template_kwarg: Annotated[
-        list[str] | None,
-        typer.Option("--template-kwarg", help="NAME=VALUE for the chat template, e.g. enable_thinking=false."),
-    ] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option("--batch-tokens", help="Padded tokens in a forward pass. [default: 8192]")
-    ] = None,
-    shard_tokens: Annotated[
-        int | None, typer.Option("--shard-tokens", help="Tokens of a full shard. [default: 512 MiB of states]")
-    ] = None,
-    codec: Annotated[
-        Codec | None,
-        typer.Option("--codec", help="compact compresses without loss; fast only adds checksums. [default: compact]"),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    ctx: typer.Context,
+    model: ModelOption = None,
+    data: DataOption = None,
+    out: OutOption = None,
+    config: ConfigOption = None,
+    revision: RevisionOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    attention: AttentionOption = None,
+    fc_layers: FcLayersOption = None,
+    max_length: MaxLengthOption = None,
+    long: LongOption = None,
+    limit: LimitOption = None,
+    sample: SampleOption = None,
+    shuffle_seed: ShuffleSeedOption = None,
+    template_kwarg: TemplateKwargOption = None,
+    batch_tokens: BatchTokensOption = None,
+    shard_tokens: ShardTokensOption = None,
+    codec: CodecOption = None,
+    fused: FusedOption = None,
+    trust_remote_code: TrustOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the cache in --out first.")] = False,
 ) -> None:
     """Run the target once over a corpus and cache the hidden states that a drafter learns from.
@@ -94,27 +82,7 @@ def extract(
 
     Example: `dflash-cache extract --model Qwen3.6-27B --data chats.jsonl --out ./cache`
     """
-    flags = {
-        "model": model,
-        "corpus": {
-            "files": tuple(data) if data else None,
-            "max_length": max_length,
-            "template_kwargs": _template_kwargs(template_kwarg) if template_kwarg else None,
-        },
-        "out": out,
-        "revision": revision,
-        "dtype": dtype,
-        "device": device,
-        "attention": attention,
-        "fc_layers": _layer_list(fc_layers) if fc_layers is not None else None,
-        "batch_tokens": batch_tokens,
-        "shard_tokens": shard_tokens,
-        "codec": codec,
-        # A flag that is not given must not beat the file.
-        "trust_remote_code": trust_remote_code or None,
-        "overwrite": overwrite or None,
-    }
-    resolved = resolve(ExtractConfig, flags, config)
+    resolved = extract_settings(ctx.params)
     try:
         report = run_extraction(resolved)
     except KeyboardInterrupt:
@@ -138,7 +106,7 @@ def print_summary(report: "ExtractReport") -> None:
     corpus, manifest = report.corpus, report.manifest
     rows: list[tuple[str, object]] = [
         ("documents", f"{corpus.documents_kept:,} kept of {corpus.documents_read:,} read"),
-        ("truncated", f"{corpus.documents_truncated:,} at {manifest.identity.corpus.max_length:,} tokens"),
+        ("too long", _describe_long(corpus, manifest.identity.corpus.max_length)),
         ("left out", corpus.describe_drops().strip() or "none"),
         ("tokens", f"{corpus.tokens:,}, {corpus.supervised_tokens / corpus.tokens:.1%} supervised"),
         ("shards", f"{len(manifest.shards):,}"),
@@ -161,34 +129,15 @@ def print_summary(report: "ExtractReport") -> None:
     print_notice(f"train: dflash-cache train --shards {report.folder}")
 
 
-def _layer_list(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--fc-layers is {text!r}, expected 0-based layer numbers separated by commas, such as 1,16,31,46,61"
-        ) from error
-
-
-def _template_kwargs(pairs: list[str]) -> dict[str, TemplateValue]:
-    values: dict[str, TemplateValue] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise ConfigError(f"--template-kwarg is {pair!r}, expected NAME=VALUE, such as enable_thinking=false")
-        if name in values:
-            raise ConfigError(f"--template-kwarg names {name} more than once")
-        values[name] = _template_value(text)
-    return values
-
-
-def _template_value(text: str) -> TemplateValue:
-    """Read true, false and numbers as what they are, and anything else as text."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return text
-    return value if isinstance(value, bool | int | float | str) else text
+def _describe_long(corpus: "CorpusSummary", max_length: int) -> str:
+    """Say what became of documents longer than allowed; those that were dropped are among those left out."""
+    if not corpus.documents_split:
+        return f"{corpus.documents_truncated:,} truncated to {max_length:,} tokens"
+    parts = corpus.parts - corpus.documents_kept + corpus.documents_split
+    text = f"{corpus.documents_split:,} split into {parts:,} parts of at most {max_length:,} tokens"
+    if corpus.parts_left_out:
+        text += f"; {corpus.parts_left_out:,} parts left out with nothing to learn ({corpus.tokens_left_out:,} tokens)"
+    return text
 
 
 class _Display:

@@ -20,6 +20,7 @@ __all__ = [
     "CorpusConfig",
     "DrafterSettings",
     "ExtractConfig",
+    "LongDocuments",
     "LossConfig",
     "OptimizerConfig",
     "RecipeName",
@@ -30,6 +31,7 @@ __all__ = [
 
 Codec = Literal["compact", "fast"]
 RecipeName = Literal["speculators", "paper"]
+LongDocuments = Literal["truncate", "split", "drop"]
 # JSON has no infinity and no NaN, and NaN differs from itself: a cache or run made with one could not be continued.
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 TemplateValue = str | int | FiniteFloat | bool
@@ -45,13 +47,28 @@ class CorpusConfig(FrozenModel):
 
     Attributes:
       files: JSON Lines files, plain or gzip, read in this order.
-      max_length: Tokens kept of a document; the rest is cut off.
+      max_length: Most tokens of a document.
+      long: What happens to a longer one: ``truncate`` cuts off the rest, ``split`` makes consecutive documents of it,
+        ``drop`` leaves it out.
+      limit: Read only the first so many documents.
+      sample: Of these, draw so many at random; they stay in the order of the files, since training shuffles anyway.
+      shuffle_seed: Of that draw; 0 when not given.
       template_kwargs: Arguments of the chat template, such as ``enable_thinking``.
     """
 
     files: Annotated[tuple[Path, ...], Field(min_length=1)]
     max_length: Annotated[int, Field(ge=2)] = 4096
+    long: LongDocuments = "truncate"
+    limit: PositiveInt | None = None
+    sample: PositiveInt | None = None
+    shuffle_seed: Annotated[int, Field(ge=0)] | None = None
     template_kwargs: dict[str, TemplateValue] = {}
+
+    @model_validator(mode="after")
+    def _a_seed_needs_a_draw(self) -> "CorpusConfig":
+        if self.shuffle_seed is not None and self.sample is None:
+            raise ValueError("shuffle_seed decides which documents a sample draws; give sample too, or leave it out")
+        return self
 
 
 class ExtractConfig(FrozenModel):
@@ -71,6 +88,7 @@ class ExtractConfig(FrozenModel):
       shard_tokens: Tokens in a full shard; None aims at 512 MiB of raw hidden states.
       window_tokens: Tokens batched together by length, in whole shards; None aims at 32 batches within 4 GiB.
       codec: ``compact`` compresses losslessly; ``fast`` only adds checksums.
+      fused: Whether a target on a GPU runs with fused pieces where flash-linear-attention is installed.
       self_check_documents: Documents that are recomputed one by one before the first shard is sealed.
       overwrite: Whether an existing cache in ``out`` is deleted first.
     """
@@ -88,6 +106,7 @@ class ExtractConfig(FrozenModel):
     shard_tokens: PositiveInt | None = None
     window_tokens: PositiveInt | None = None
     codec: Codec = "compact"
+    fused: bool = True
     self_check_documents: PositiveInt = 4
     overwrite: bool = False
 

@@ -6,15 +6,18 @@ a new kind of file is a new branch of ``_open_lines``.
 
 import gzip
 import io
+import random
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 from dflash_cache.corpus.records import Message, RawDocument, Source, parse_record
 from dflash_cache.errors import CorpusError
 
-__all__ = ["DocumentReader", "Message", "RawDocument", "Source", "read_documents"]
+__all__ = ["DocumentReader", "Message", "RawDocument", "Selection", "Source", "read_documents"]
 
 MAX_LINE_BYTES = 256 * 2**20
 """A longer line is not a document but a file of another kind; the limit keeps memory bounded."""
@@ -34,13 +37,51 @@ _OTHER_KINDS = {
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which documents of the files are read. They keep their order and their index.
+
+    Attributes:
+      limit: Only the first so many; None takes all.
+      sample: So many of those, drawn without replacement; None takes all, as does a number not below theirs.
+      seed: Of the draw.
+    """
+
+    limit: int | None = None
+    sample: int | None = None
+    seed: int = 0
+
+    def chosen(self, count: int) -> Iterator[bool]:
+        """Tell of each document in turn whether it is drawn; endless beyond the last, without a sample.
+
+        Selection sampling (Knuth, The Art of Computer Programming 2, algorithm S): one pass, no memory, and every
+        subset equally likely. Python promises that ``random()`` gives the same numbers in every version.
+
+        Args:
+          count: How many documents there are to draw from; not used without a sample.
+        """
+        if self.sample is None:
+            yield from repeat(True)
+            return
+        generator = random.Random(self.seed)
+        wanted = min(self.sample, count)
+        for left in range(count, 0, -1):
+            drawn = generator.random() * left < wanted
+            wanted -= drawn
+            yield drawn
+
+
+_EVERYTHING = Selection()
+
+
 class DocumentReader:
     """The documents of several files, in order, with a count of the bytes read so far.
 
-    Iterating reads from the first file again each time.
+    Iterating reads from the first file again each time. Lines that are not selected are not looked into. A sample
+    takes a pass more, which counts lines.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], selection: Selection = _EVERYTHING) -> None:
         """Check that every file is there before the first is read.
 
         Raises:
@@ -49,6 +90,7 @@ class DocumentReader:
         if not files:
             raise CorpusError("no corpus files given; expected at least one JSON Lines file")
         self._files = tuple(files)
+        self._selection = selection
         self._sizes = tuple(_file_size(path) for path in self._files)
         self._finished_bytes = 0
         self._open_file: io.BufferedReader[io.FileIO] | None = None
@@ -64,19 +106,30 @@ class DocumentReader:
         return self._finished_bytes + (0 if self._open_file is None else self._open_file.tell())
 
     def __iter__(self) -> Iterator[RawDocument]:
-        """Yield every non-blank line as a document.
+        """Yield every selected non-blank line as a document.
 
         Raises:
           CorpusError: At the first line or file that cannot be read; names file and line.
         """
+        sampled = self._selection.sample is not None
+        chosen = self._selection.chosen(sum(1 for _ in self._documents()) if sampled else 0)
+        for index, ((source, line), drawn) in enumerate(zip(self._documents(), chosen, strict=False)):
+            if drawn:
+                yield parse_record(line, index, source)
+
+    def _documents(self) -> Iterator[tuple[Source, bytes]]:
+        """Yield the non-blank lines of all files, up to the limit."""
         self._finished_bytes = 0
-        index = 0
+        left = self._selection.limit
         for path, size in zip(self._files, self._sizes, strict=True):
             for line_number, line in self._lines(path):
                 if not line.strip():
                     continue
-                yield parse_record(line, index, Source(path, line_number))
-                index += 1
+                if left == 0:
+                    self._finished_bytes = self.total_bytes
+                    return
+                left = None if left is None else left - 1
+                yield Source(path, line_number), line
             self._finished_bytes += size
 
     def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:

@@ -1,5 +1,6 @@
 """What became of a corpus: documents kept, truncated and dropped, and why."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -26,6 +27,7 @@ class DropReason(StrEnum):
     ASSISTANT_SPEAKS_FIRST = "assistant_speaks_first"
     UNSTABLE_TEMPLATE = "unstable_template"
     TEMPLATE_REFUSED = "template_refused"
+    TOO_LONG = "too_long"
 
     @property
     def explanation(self) -> str:
@@ -41,6 +43,7 @@ _EXPLANATIONS = {
     DropReason.ASSISTANT_SPEAKS_FIRST: "the chat starts with an assistant message, which no prompt leads to",
     DropReason.UNSTABLE_TEMPLATE: "the chat template renders earlier turns differently as the chat grows",
     DropReason.TEMPLATE_REFUSED: "the chat template raised an error",
+    DropReason.TOO_LONG: "longer than the maximum length",
 }
 
 
@@ -64,20 +67,28 @@ class CorpusSummary(FrozenModel):
     """Counts of a tokenised corpus.
 
     Attributes:
-      documents_read: Non-blank lines of all files.
-      documents_kept: Documents in the tokenised corpus.
+      documents_read: Documents that were read: the non-blank lines of all files, or those of them that were asked for.
+      documents_kept: Those of them that are in the tokenised corpus, at least in part.
       chats_kept: Those of them that are chats, rendered with the chat template.
       documents_truncated: Kept documents of which a part beyond the maximum length was cut off.
+      documents_split: Kept documents that were longer than the maximum length and became parts.
+      parts: Documents and parts in the tokenised corpus.
+      parts_left_out: Parts of split documents in which nothing can be learnt.
+      tokens_left_out: Their tokens.
       dropped: Reasons with their counts, the most frequent first.
-      tokens: Tokens of the kept documents.
+      tokens: Tokens in the tokenised corpus.
       supervised_tokens: Tokens whose loss mask is set.
-      mean_mask_share: Mean over the kept documents of their share of supervised tokens; 0 when none is kept.
+      mean_mask_share: Mean over documents and parts of their share of supervised tokens; 0 when none is kept.
     """
 
     documents_read: Count
     documents_kept: Count
     chats_kept: Count
     documents_truncated: Count
+    documents_split: Count = 0
+    parts: Count = 0
+    parts_left_out: Count = 0
+    tokens_left_out: Count = 0
     dropped: tuple[DropCount, ...]
     tokens: Count
     supervised_tokens: Count
@@ -104,7 +115,7 @@ class SummaryBuilder:
         self.documents_kept = 0
         self._chats = 0
         self.tokens = 0
-        self._truncated = 0
+        self._truncated = self._split = self._parts = self._parts_left_out = self._tokens_left_out = 0
         self._supervised = 0
         self._share_sum = 0.0
         self._counts: dict[DropReason, int] = {}
@@ -119,10 +130,30 @@ class SummaryBuilder:
         """Count a document that is kept."""
         self.documents_kept += 1
         self._chats += chat
+        self._truncated += truncated
+        self._add(num_tokens, num_supervised)
+
+    def keep_parts(self, parts: Sequence[tuple[int, int]], *, chat: bool, left_out: tuple[int, int]) -> None:
+        """Count a document that is kept in parts.
+
+        Args:
+          parts: Tokens and supervised tokens of each.
+          chat: Whether it is a chat.
+          left_out: How many parts are not kept, and their tokens.
+        """
+        self.documents_kept += 1
+        self._chats += chat
+        self._split += 1
+        self._parts_left_out += left_out[0]
+        self._tokens_left_out += left_out[1]
+        for num_tokens, num_supervised in parts:
+            self._add(num_tokens, num_supervised)
+
+    def _add(self, num_tokens: int, num_supervised: int) -> None:
+        self._parts += 1
         self.tokens += num_tokens
         self._supervised += num_supervised
         self._share_sum += num_supervised / num_tokens
-        self._truncated += truncated
 
     def drop(self, reason: DropReason, source: Source, detail: str) -> None:
         """Count a document that is dropped, and remember the first few places."""
@@ -139,11 +170,15 @@ class SummaryBuilder:
             documents_kept=self.documents_kept,
             chats_kept=self._chats,
             documents_truncated=self._truncated,
+            documents_split=self._split,
+            parts=self._parts,
+            parts_left_out=self._parts_left_out,
+            tokens_left_out=self._tokens_left_out,
             dropped=tuple(
                 DropCount(reason=reason, count=count, examples=tuple(self._examples[reason]))
                 for reason, count in by_frequency
             ),
             tokens=self.tokens,
             supervised_tokens=self._supervised,
-            mean_mask_share=self._share_sum / self.documents_kept if self.documents_kept else 0.0,
+            mean_mask_share=self._share_sum / self._parts if self._parts else 0.0,
         )

@@ -16,51 +16,32 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from dflash_cache.corpus.chat import ChatRefusedError, ChatRenderer, RenderedChat
-from dflash_cache.corpus.reader import DocumentReader
-from dflash_cache.corpus.records import RawDocument, Source
+from dflash_cache.corpus.fit import MIN_TOKENS, Dropped, Encoded, Kept, Split, fit_document
+from dflash_cache.corpus.reader import DocumentReader, Selection
+from dflash_cache.corpus.records import RawDocument
 from dflash_cache.corpus.store import TokenizedCorpus, TokenizedDocument, TokenStoreWriter
-from dflash_cache.corpus.summary import DropReason, SummaryBuilder
+from dflash_cache.corpus.summary import SummaryBuilder
 from dflash_cache.errors import ConfigError, CorpusError, TargetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dflash_cache.config import CorpusConfig, TemplateValue
+    from dflash_cache.config import CorpusConfig, LongDocuments, TemplateValue
 
 __all__ = [
     "CorpusProgress",
     "DocumentTokenizer",
     "Dropped",
     "Kept",
+    "Split",
     "TokenizedDocument",
     "tokenize_corpus",
     "tokenize_document",
 ]
 
-MIN_TOKENS = 2
-"""A shorter document holds no token that another leads to."""
-
 _BATCH_DOCUMENTS = 512
 _BATCH_CHARACTERS = 4 * 2**20
 _PROBE = "One probe, 1 + 1 = 2:\n\tdéjà vu"
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A document that goes into the corpus, and how many tokens were cut off its end."""
-
-    document: TokenizedDocument
-    tokens_cut: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A document that does not, and why."""
-
-    doc_id: int
-    source: Source
-    reason: DropReason
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +61,6 @@ class CorpusProgress:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    input_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.bool_]
-    is_chat: bool
-
-
 class DocumentTokenizer:
     """Turns raw documents into tokens and loss masks, several at once for speed; the batching changes no result."""
 
@@ -95,13 +69,15 @@ class DocumentTokenizer:
         tokenizer: "PreTrainedTokenizerBase",
         max_length: int,
         template_kwargs: "Mapping[str, TemplateValue]",
+        long: "LongDocuments" = "truncate",
     ) -> None:
         """Take the target's tokenizer; it is not changed.
 
         Args:
           tokenizer: A fast tokenizer.
-          max_length: Tokens kept of a document, at least 2.
+          max_length: Most tokens of a document, at least 2.
           template_kwargs: Arguments of the chat template.
+          long: What happens to a longer document.
 
         Raises:
           TargetError: If the tokenizer is not a fast one.
@@ -117,15 +93,16 @@ class DocumentTokenizer:
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._template_kwargs = template_kwargs
+        self._long = long
 
-    def tokenize(self, documents: Sequence[RawDocument]) -> list[Kept | Dropped]:
+    def tokenize(self, documents: Sequence[RawDocument]) -> list[Kept | Split | Dropped]:
         """Tokenise some documents, in their order.
 
         Raises:
           CorpusError: If there are chats and the tokenizer has no usable chat template.
           ConfigError: If there are chats and a template argument is not one of the template's.
         """
-        results: dict[int, Kept | Dropped] = {}
+        results: dict[int, Kept | Split | Dropped] = {}
         texts: list[tuple[int, str]] = []
         chats: list[tuple[int, RenderedChat]] = []
         for place, document in enumerate(documents):
@@ -138,7 +115,7 @@ class DocumentTokenizer:
                 results[place] = Dropped(document.index, document.source, refusal.reason, refusal.detail)
         encoded = [*self._encode_texts(texts), *self._encode_chats(chats)]
         for place, tokens in encoded:
-            results[place] = self._finish(documents[place], tokens)
+            results[place] = fit_document(documents[place], tokens, self._max_length, self._long)
         return [results[place] for place in range(len(documents))]
 
     def _render(self, document: RawDocument) -> RenderedChat:
@@ -163,7 +140,7 @@ class DocumentTokenizer:
     def _chat_encoder(self) -> Tokenizer:
         return _private_backend(self._tokenizer, for_chat=True)
 
-    def _encode_texts(self, texts: list[tuple[int, str]]) -> Iterator[tuple[int, _Encoded]]:
+    def _encode_texts(self, texts: list[tuple[int, str]]) -> Iterator[tuple[int, Encoded]]:
         if not texts:
             return
         bos = self._tokenizer.bos_token
@@ -175,34 +152,16 @@ class DocumentTokenizer:
                 ids = ids[1:]
             mask = np.ones(len(ids), dtype=np.bool_)
             mask[:1] = False
-            yield place, _Encoded(ids, mask, is_chat=False)
+            yield place, Encoded(ids, mask, is_chat=False)
 
-    def _encode_chats(self, chats: list[tuple[int, RenderedChat]]) -> Iterator[tuple[int, _Encoded]]:
+    def _encode_chats(self, chats: list[tuple[int, RenderedChat]]) -> Iterator[tuple[int, Encoded]]:
         if not chats:
             return
         encodings = self._chat_encoder.encode_batch([chat.text for _, chat in chats], add_special_tokens=False)
         for (place, chat), encoding in zip(chats, encodings, strict=True):
             offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
             mask = tokens_inside(offsets, chat.supervised)
-            yield place, _Encoded(np.asarray(encoding.ids, dtype=np.int32), mask, is_chat=True)
-
-    def _finish(self, raw: RawDocument, encoded: _Encoded) -> Kept | Dropped:
-        full_length = len(encoded.input_ids)
-        ids = encoded.input_ids[: self._max_length]
-        mask = encoded.loss_mask[: self._max_length]
-        if full_length < MIN_TOKENS:
-            return Dropped(raw.index, raw.source, DropReason.TOO_SHORT, f"{full_length} tokens")
-        if not encoded.loss_mask.any():
-            detail = f"{full_length} tokens, none supervised"
-            return Dropped(raw.index, raw.source, DropReason.NO_SUPERVISED_TOKEN, detail)
-        if not mask.any():
-            first = int(encoded.loss_mask.argmax())
-            detail = f"token {first} is the first supervised one, and only {self._max_length} of {full_length} are kept"
-            return Dropped(raw.index, raw.source, DropReason.SUPERVISED_PART_CUT_OFF, detail)
-        if encoded.is_chat and mask.all():
-            detail = f"all {len(ids)} tokens are supervised"
-            return Dropped(raw.index, raw.source, DropReason.ALL_SUPERVISED, detail)
-        return Kept(TokenizedDocument(raw.index, ids, mask), tokens_cut=full_length - len(ids))
+            yield place, Encoded(np.asarray(encoding.ids, dtype=np.int32), mask, is_chat=True)
 
 
 def tokenize_document(
@@ -210,13 +169,14 @@ def tokenize_document(
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
     template_kwargs: "Mapping[str, TemplateValue]",
-) -> Kept | Dropped:
+    long: "LongDocuments" = "truncate",
+) -> Kept | Split | Dropped:
     """Tokenise one document; see :class:`DocumentTokenizer`, which is faster for many.
 
     Raises:
       CorpusError, ConfigError, TargetError: As there.
     """
-    return DocumentTokenizer(tokenizer, max_length, template_kwargs).tokenize([document])[0]
+    return DocumentTokenizer(tokenizer, max_length, template_kwargs, long).tokenize([document])[0]
 
 
 def tokenize_corpus(
@@ -230,7 +190,7 @@ def tokenize_corpus(
     Documents stream through; memory does not depend on the corpus' size, but for 16 bytes a kept document.
 
     Args:
-      config: Files, maximum length, template arguments.
+      config: Files, which of their documents, maximum length, template arguments.
       tokenizer: The target's tokenizer, a fast one.
       out_dir: Folder of the store; an earlier store in it is replaced.
       on_progress: Called after every few hundred documents.
@@ -244,8 +204,9 @@ def tokenize_corpus(
       TargetError: If the tokenizer is not a fast one.
       DiskSpaceError: If the disk is full.
     """
-    reader = DocumentReader(config.files)
-    document_tokenizer = DocumentTokenizer(tokenizer, config.max_length, config.template_kwargs)
+    selection = Selection(limit=config.limit, sample=config.sample, seed=config.shuffle_seed or 0)
+    reader = DocumentReader(config.files, selection)
+    document_tokenizer = DocumentTokenizer(tokenizer, config.max_length, config.template_kwargs, config.long)
     counts = SummaryBuilder()
     with TokenStoreWriter(out_dir) as writer:
         for batch in _batches(reader):
@@ -282,9 +243,18 @@ def tokens_inside(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int
     return inside
 
 
-def _count(result: Kept | Dropped, raw: RawDocument, counts: SummaryBuilder, writer: TokenStoreWriter) -> None:
+def _count(result: Kept | Split | Dropped, raw: RawDocument, counts: SummaryBuilder, writer: TokenStoreWriter) -> None:
     if isinstance(result, Dropped):
         counts.drop(result.reason, raw.source, result.detail)
+        return
+    if isinstance(result, Split):
+        counts.keep_parts(
+            [(len(part.input_ids), int(part.loss_mask.sum())) for part in result.parts],
+            chat=raw.messages is not None,
+            left_out=(result.parts_left_out, result.tokens_left_out),
+        )
+        for part in result.parts:
+            writer.append(part)
         return
     document = result.document
     counts.keep(

@@ -288,11 +288,13 @@ def _corpus_spec(
         num_tokens=corpus.num_tokens,
         supervised_tokens=summary.supervised_tokens,
         max_length=config.corpus.max_length,
+        long=config.corpus.long,
         template_digest=template_digest(files.tokenizer) if summary.chats_kept else None,
         template_kwargs=config.corpus.template_kwargs,
         mask_token_uses=mask_token.uses,
         dropped={str(entry.reason): entry.count for entry in summary.dropped},
         truncated=summary.documents_truncated,
+        split=summary.documents_split,
     )
 
 

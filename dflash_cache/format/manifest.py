@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import Field, ValidationError, model_validator
 
-from dflash_cache.config import Codec, TemplateValue
+from dflash_cache.config import Codec, LongDocuments, TemplateValue
 from dflash_cache.errors import CacheDamagedError, CacheFormatError
 from dflash_cache.format.layout import ARRAY_NAMES
 from dflash_cache.spec import FeatureSpec, FrozenModel, TargetSpec
@@ -49,12 +49,14 @@ class CorpusSpec(FrozenModel):
     Attributes:
       digest: Digest of document ids, lengths, token ids and loss masks, in order.
       num_documents, num_tokens, supervised_tokens: Of the documents that are kept.
-      max_length: Longest document in tokens; longer ones were cut.
+      max_length: Most tokens of a document.
+      long: What happened to longer ones.
       template_digest: Digest of the chat template; None for a corpus without chats.
       template_kwargs: Arguments of the chat template.
       mask_token_uses: How often the proposed mask token occurs in the corpus.
       dropped: Documents left out, by reason.
       truncated: Documents that were cut to max_length.
+      split: Documents that became several, of max_length tokens each but the last, with the same document id.
     """
 
     digest: Digest
@@ -62,11 +64,13 @@ class CorpusSpec(FrozenModel):
     num_tokens: PositiveInt
     supervised_tokens: PositiveInt
     max_length: PositiveInt
+    long: LongDocuments = "truncate"
     template_digest: str | None
     template_kwargs: dict[str, TemplateValue]
     mask_token_uses: NonNegativeInt
     dropped: dict[str, NonNegativeInt]
     truncated: NonNegativeInt
+    split: NonNegativeInt = 0
 
 
 class ExtractSettings(FrozenModel):
@@ -78,6 +82,7 @@ class ExtractSettings(FrozenModel):
     window_tokens: PositiveInt
     attention: str
     device_type: str
+    fused: bool = False
 
 
 class CacheIdentity(FrozenModel):

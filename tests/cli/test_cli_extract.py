@@ -15,6 +15,7 @@ from support.corpora import write_texts
 from support.extraction import files_of
 from support.program import fails_cleanly, run
 
+from dflash_cache.format.cache import FeatureCache
 from dflash_cache.format.manifest import read_manifest
 
 
@@ -218,3 +219,37 @@ def test_ctrl_c_keeps_what_is_sealed_and_says_how_to_go_on(target: Path, tmp_pat
     whole = tmp_path / "whole"
     assert run(*(whole if part == out else part for part in command[3:])).code == 0
     assert files_of(out) == files_of(whole)
+
+
+class TestSelection:
+    def test_long_limit_and_sample_decide_what_is_in_the_cache(
+        self, target: Path, corpus: Path, tmp_path: Path
+    ) -> None:
+        flags = ["--max-length", "40", "--long", "split", "--limit", "20", "--sample", "12", "--shuffle-seed", "5"]
+        outcome = extract(target, corpus, tmp_path / "cache", *flags)
+        assert outcome.code == 0, outcome.stderr
+        words = " ".join(outcome.stdout.split())
+        assert "12 kept of 12 read" in words and "parts of at most 40 tokens" in words
+        cache = FeatureCache.open(tmp_path / "cache")
+        spec = cache.manifest.identity.corpus
+        ids = cache.index.doc_id
+        assert (spec.long, spec.max_length, spec.truncated) == ("split", 40, 0)
+        assert len(set(ids.tolist())) == 12 and ids.max() < 20
+        assert spec.split == sum(1 for doc_id in set(ids.tolist()) if (ids == doc_id).sum() > 1) > 0
+        assert spec.num_documents == len(ids) and cache.index.length.max() == 40
+        assert run("inspect", "cache", tmp_path / "cache", "--verify").code == 0
+        before = files_of(tmp_path / "cache")
+        assert extract(target, corpus, tmp_path / "cache", *flags).code == 0
+        fails_cleanly(extract(target, corpus, tmp_path / "cache", *flags[:-1], "6"), "corpus.digest", "--overwrite")
+        fails_cleanly(extract(target, corpus, tmp_path / "cache", *flags[:2], *flags[4:]), "corpus.long", "split")
+        assert files_of(tmp_path / "cache") == before
+
+    def test_dropped_long_documents_are_counted(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        outcome = extract(target, corpus, tmp_path / "cache", "--max-length", "60", "--long", "drop")
+        assert outcome.code == 0, outcome.stderr
+        assert "too_long" in outcome.stdout
+        assert read_manifest(tmp_path / "cache").identity.corpus.dropped["too_long"] > 0
+
+    def test_a_seed_without_a_sample_is_refused(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        fails_cleanly(extract(target, corpus, tmp_path / "cache", "--shuffle-seed", "5"), "sample")
+        assert not (tmp_path / "cache").exists()

@@ -38,3 +38,8 @@ def test_the_identity_and_the_head_are_what_they_were() -> None:
     head = TargetHead.load(cache.attached("target_head.safetensors"))
     assert head.spec.final_norm == identity.target.final_norm
     assert tuple(head.lm_head_weight.shape) == (97, 32)
+
+
+def test_fields_that_came_later_have_the_values_of_that_time() -> None:
+    manifest = FeatureCache.open(GOLDEN).manifest
+    assert (manifest.identity.corpus.long, manifest.identity.corpus.split) == ("truncate", 0)
