@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+import xxhash
 from pydantic import ValidationError
 
 from dflash_cache import __version__
@@ -43,6 +44,7 @@ class CheckpointRecord(FrozenModel):
       progress: How far the run had come.
       contract: The run's resolved settings, recipe and cache identity.
       files: Size and digest of each tensor file.
+      digest: xxh3-128 of the rest; a step or a row that was altered would give another run, silently.
     """
 
     format: Literal["dflash-cache-checkpoint"] = "dflash-cache-checkpoint"
@@ -51,6 +53,11 @@ class CheckpointRecord(FrozenModel):
     progress: Progress
     contract: RunContract
     files: dict[str, FileEntry]
+    digest: str = ""
+
+    def digest_of_the_rest(self) -> str:
+        """Digest everything but the digest itself."""
+        return xxhash.xxh3_128_hexdigest(self.model_dump_json(exclude={"digest"}).encode("utf-8"))
 
 
 def checkpoint_name(step: int) -> str:
@@ -101,7 +108,8 @@ def save_checkpoint(checkpoints: Path, state: TrainState, contract: RunContract,
                 contract=contract,
                 files={name: file_digest(writing / name) for name in STATE_FILES},
             )
-            write_durably(writing / CHECKPOINT_FILE, record)
+            sealed = record.model_copy(update={"digest": record.digest_of_the_rest()})
+            write_durably(writing / CHECKPOINT_FILE, sealed)
             fsync_folder(writing)
             writing.rename(final)
         except BaseException:
@@ -147,11 +155,17 @@ def read_checkpoint_record(folder: Path) -> CheckpointRecord:
     """
     path = folder / CHECKPOINT_FILE
     try:
-        return CheckpointRecord.model_validate_json(path.read_text(encoding="utf-8"))
+        record = CheckpointRecord.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: {error}. Delete {folder} to resume from the checkpoint before it."
         ) from error
+    if record.digest != record.digest_of_the_rest():
+        raise CheckpointError(
+            f"{path} was edited or damaged: its digest is {record.digest!r}, its contents give "
+            f"{record.digest_of_the_rest()!r}. Delete {folder} to resume from the checkpoint before it."
+        )
+    return record
 
 
 def write_durably(path: Path, model: FrozenModel) -> None:

@@ -87,25 +87,25 @@ def truncate_metrics(path: Path, progress: Progress) -> None:
     """
     if not path.is_file():
         return
-    kept = "".join(_kept_lines(path, progress))
+    kept = b"".join(_kept_lines(path, progress))
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with temporary.open("wb") as file:
         file.write(kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 
 
-def _kept_lines(path: Path, progress: Progress) -> Iterator[str]:
+def _kept_lines(path: Path, progress: Progress) -> Iterator[bytes]:
     latest = {"step": progress.step, "evaluation": progress.evaluated_step}
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # cut off by a kill; a checkpoint is only written after whole lines
             try:
                 record = json.loads(line)
                 keep = record["step"] <= latest[record["kind"]]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise CheckpointError(
                     f"{path}, line {number}: not a record of this run ({error!r}); move the file away to resume"
                 ) from error

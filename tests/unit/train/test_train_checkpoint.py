@@ -196,3 +196,14 @@ def test_cache_digest_follows_the_identity(contract):
     other = changed(contract, "cache.target.weights_digest", "other")
     assert cache_digest(contract.cache) != cache_digest(other.cache)
     assert cache_digest(contract.cache) == cache_digest(RunContract.model_validate(contract.model_dump()).cache)
+
+
+@pytest.mark.parametrize("field", ["step", "row", "epoch"])
+def test_an_edited_record_is_refused(tmp_path, state, contract, documents, config, field):
+    """It would begin at another batch, or under another learning rate, and nothing would say so."""
+    folder = save_checkpoint(tmp_path / "checkpoints", state, contract, keep=2)
+    record = json.loads((folder / "checkpoint.json").read_text())
+    record["progress"][field] += 1
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="edited or damaged"):
+        load_checkpoint(folder, tiny_state(documents, config), contract)

@@ -150,3 +150,11 @@ def test_a_killed_deletion_can_be_repeated(folder, monkeypatch):
     folder.refuse_others(resume=False, overwrite=True)
     with folder.claim(overwrite=True):
         assert {path.name for path in folder.path.iterdir()} == {".lock", "notes.txt"}
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe\n", b"[" * 100_000 + b"\n"], ids=["no text", "nested"])
+def test_a_damaged_log_is_named(tmp_path, line):
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(line)
+    with pytest.raises(CheckpointError, match="line 1: not a record"):
+        truncate_metrics(log, Progress(step=1))
