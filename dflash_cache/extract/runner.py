@@ -347,7 +347,7 @@ def _write_attachment(path: Path, name: AttachedName, files: TargetFiles, found:
     try:
         found.head.save(path)
     except SafetensorError as error:  # hides the system's error number in its text
-        if f"code: {errno.ENOSPC}" in str(error):
+        if any(f"{word} {errno.ENOSPC}" in str(error) for word in ("code:", "os error")):  # by its version
             raise OSError(errno.ENOSPC, str(error)) from error
         raise
 

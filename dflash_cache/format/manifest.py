@@ -152,7 +152,6 @@ class CacheManifest(FrozenModel):
 
     @model_validator(mode="after")
     def _shards_follow_each_other(self) -> "CacheManifest":
-        document = 0
         for number, shard in enumerate(self.shards):
             if shard.name != shard_name(number):
                 raise ValueError(f"shards[{number}].name is {shard.name!r}, expected {shard_name(number)!r}")
@@ -235,10 +234,16 @@ def read_manifest(folder: Path) -> CacheManifest:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise _edited(path, f"it is not whole JSON (line {error.lineno}: {error.msg})") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise _edited(path, f"it is not a manifest's JSON ({error})") from error
     _check_version(path, document)
     stated = document.pop("manifest_digest", None)
-    if stated != _digest(document):
-        raise _edited(path, f"its manifest_digest is {stated!r}, its contents give {_digest(document)!r}")
+    try:
+        found = _digest(document)
+    except UnicodeEncodeError as error:
+        raise _edited(path, f"it holds a lone surrogate ({error})") from error
+    if stated != found:
+        raise _edited(path, f"its manifest_digest is {stated!r}, its contents give {found!r}")
     try:
         return CacheManifest.model_validate(document)
     except ValidationError as error:

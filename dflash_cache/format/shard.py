@@ -171,7 +171,7 @@ class ShardReader:
     def _check_metadata(self, path: Path, expected: dict[str, Any]) -> None:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CacheDamagedError(f"{path}: damaged: the zarr metadata cannot be read: {error}") from error
         if not isinstance(found, dict):
             raise CacheDamagedError(f"{path}: damaged: expected a JSON object, found {type(found).__name__}")

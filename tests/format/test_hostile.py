@@ -251,3 +251,25 @@ def _same_json(path: Path, original: bytes) -> bool:
         return json.loads(path.read_text()) == json.loads(original)
     except (OSError, ValueError):
         return False
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"written_by": "', '"written_by": "\\ud800'),
+        lambda text: text.replace('"complete": true', '"complete": ' + "9" * 5000),
+    ],
+    ids=["nested", "surrogate", "digits"],
+)
+def test_json_that_no_program_writes_is_damage(cache: Path, edit: Callable[[str], str]) -> None:
+    path = cache / "manifest.json"
+    path.write_text(edit(path.read_text()))
+    with pytest.raises((CacheDamagedError, CacheFormatError), match="manifest"):
+        FeatureCache.open(cache)
+
+
+def test_nested_zarr_metadata_is_damage(cache: Path) -> None:
+    (cache / SHARD / "zarr.json").write_text("[" * 100_000)
+    with pytest.raises(CacheDamagedError, match="zarr metadata"):
+        FeatureCache.open(cache).shard(1)

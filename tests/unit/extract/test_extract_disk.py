@@ -1,13 +1,19 @@
 """The size is estimated before anything expensive begins (B60)."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
+from support.corpora import write_texts
+from support.extraction import small_config
 
 from dflash_cache.errors import DiskSpaceError
 from dflash_cache.extract.disk import SizeEstimate, check_disk_space, estimate_size, format_bytes
+from dflash_cache.extract.runner import extract
 from dflash_cache.spec import FeatureSpec
+from dflash_cache.target_head import TargetHead
 
 FEATURES = FeatureSpec.for_layers((1, 16, 31, 46, 61), num_layers=64, hidden_size=5120)
 
@@ -41,3 +47,18 @@ def test_bytes_in_words() -> None:
         "61.4 GB",
         "38.00 TB",
     ]
+
+
+@pytest.mark.parametrize("words", ["os error 28", "Os { code: 28, kind: StorageFull }"])
+def test_a_disk_that_fills_under_the_target_head_is_explained(
+    target_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """safetensors hides the system's error in its text, and words it differently from version to version."""
+
+    def full(head: TargetHead, path: Path) -> None:
+        raise SafetensorError(f"Error while serializing: I/O error: {words}")
+
+    monkeypatch.setattr(TargetHead, "save", full)
+    data = write_texts(tmp_path / "texts.jsonl", 3)
+    with pytest.raises(DiskSpaceError, match="the disk is full"):
+        extract(small_config(target_folder("dense"), (data,), tmp_path / "cache"))
