@@ -36,17 +36,21 @@ from dflash_cache.cli.extract_options import (
     TrustOption,
     extract_settings,
 )
-from dflash_cache.config import ExtractConfig
+from dflash_cache.config import ExtractConfig, OnBad
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.progress import Progress, TaskID
 
     from dflash_cache.corpus.summary import CorpusSummary
     from dflash_cache.extract.progress import BatchComputed, CorpusRead, ExtractEvent, ShardSealed
     from dflash_cache.extract.runner import ExtractReport
+    from dflash_cache.format.manifest import QuarantinedDocument
 
 __all__ = ["extract", "run_extraction"]
 
+EXIT_LEFT_OUT = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -72,6 +76,14 @@ def extract(
     codec: CodecOption = None,
     fused: FusedOption = None,
     trust_remote_code: TrustOption = False,
+    on_bad: Annotated[
+        OnBad | None,
+        typer.Option(
+            "--on-bad",
+            help="A document with NaN, infinite or zero states stops the run, or is left out and listed in the "
+            "manifest (exit code 3). [default: stop]",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the cache in --out first.")] = False,
 ) -> None:
     """Run the target once over a corpus and cache the hidden states that a drafter learns from.
@@ -82,7 +94,7 @@ def extract(
 
     Example: `dflash-cache extract --model Qwen3.6-27B --data chats.jsonl --out ./cache`
     """
-    resolved = extract_settings(ctx.params)
+    resolved = extract_settings(ctx.params, on_bad=on_bad)
     try:
         report = run_extraction(resolved)
     except KeyboardInterrupt:
@@ -91,6 +103,8 @@ def extract(
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print_summary(report)
+    if report.manifest.quarantined:
+        raise typer.Exit(EXIT_LEFT_OUT)
 
 
 def run_extraction(config: ExtractConfig) -> "ExtractReport":
@@ -104,6 +118,7 @@ def run_extraction(config: ExtractConfig) -> "ExtractReport":
 def print_summary(report: "ExtractReport") -> None:
     """Print what became of the corpus and of the cache, and what to type next."""
     corpus, manifest = report.corpus, report.manifest
+    stored = report.stored_bytes
     rows: list[tuple[str, object]] = [
         ("documents", f"{corpus.documents_kept:,} kept of {corpus.documents_read:,} read"),
         ("too long", _describe_long(corpus, manifest.identity.corpus.max_length)),
@@ -112,10 +127,12 @@ def print_summary(report: "ExtractReport") -> None:
         ("shards", f"{len(manifest.shards):,}"),
         (
             "stored",
-            f"{format_bytes(report.stored_bytes)} of {format_bytes(report.raw_bytes)} raw (ratio "
-            f"{report.raw_bytes / report.stored_bytes:.3f}; {report.stored_bytes / corpus.tokens:,.0f} bytes/token)",
+            f"{format_bytes(stored)} of {format_bytes(report.raw_bytes)} raw (ratio "
+            f"{report.raw_bytes / stored:.3f}; {stored / manifest.num_tokens:,.0f} bytes/token)",
         ),
     ]
+    if manifest.quarantined:
+        rows.append(("quarantined", _describe_quarantine(manifest.quarantined)))
     if report.self_check is not None:
         check = report.self_check
         agreed = f"{check.agreement:.2%} of {check.decisive:,} next tokens are the target's own"
@@ -140,6 +157,14 @@ def _describe_long(corpus: "CorpusSummary", max_length: int) -> str:
     return text
 
 
+def _describe_quarantine(entries: "Sequence[QuarantinedDocument]") -> str:
+    first = entries[0]
+    return (
+        f"{len(entries):,} documents left out, their states are NaN, infinite or zero (first: document "
+        f"{first.doc_id}, token {first.token}, layer {first.layer}: {first.reason}); all are listed in the manifest"
+    )
+
+
 class _Display:
     """Turns events into bars and lines."""
 
@@ -155,6 +180,8 @@ class _Display:
             case progress.Phase(name):
                 self._begin(name)
             case progress.Notice(text):
+                print_warning(text)
+            case progress.DocumentQuarantined(_, text):
                 print_warning(text)
             case progress.CorpusRead():
                 self._read(event)

@@ -154,6 +154,7 @@ def _print_cache_facts(path: Path, facts: "CacheFacts") -> None:
         ("mask token", f"{target.mask_token_id} ({target.mask_token_reason})"),
         ("chat template", f"{corpus.template_digest or 'none'} {corpus.template_kwargs or ''}".strip()),
         ("left out", ", ".join(f"{count:,} {reason}" for reason, count in corpus.dropped.items()) or "nothing"),
+        ("quarantined", f"{len(manifest.quarantined):,} with NaN, infinite or zero states"),
         ("shards", f"{len(manifest.shards):,}"),
     ]
     print_properties(f"cache {path}", rows)

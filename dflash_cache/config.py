@@ -22,6 +22,7 @@ __all__ = [
     "ExtractConfig",
     "LongDocuments",
     "LossConfig",
+    "OnBad",
     "OptimizerConfig",
     "RecipeName",
     "TemplateValue",
@@ -32,6 +33,7 @@ __all__ = [
 Codec = Literal["compact", "fast"]
 RecipeName = Literal["speculators", "paper"]
 LongDocuments = Literal["truncate", "split", "drop"]
+OnBad = Literal["stop", "skip"]
 # JSON has no infinity and no NaN, and NaN differs from itself: a cache or run made with one could not be continued.
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 TemplateValue = str | int | FiniteFloat | bool
@@ -90,6 +92,8 @@ class ExtractConfig(FrozenModel):
       codec: ``compact`` compresses losslessly; ``fast`` only adds checksums.
       fused: Whether a target on a GPU runs with fused pieces where flash-linear-attention is installed.
       self_check_documents: Documents that are recomputed one by one before the first shard is sealed.
+      on_bad: Whether a document whose states are NaN, infinite or zero stops the run (``stop``), or is left out and
+        listed in the manifest (``skip``).
       overwrite: Whether an existing cache in ``out`` is deleted first.
     """
 
@@ -108,6 +112,7 @@ class ExtractConfig(FrozenModel):
     codec: Codec = "compact"
     fused: bool = True
     self_check_documents: PositiveInt = 4
+    on_bad: OnBad = "stop"
     overwrite: bool = False
 
 

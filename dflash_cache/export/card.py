@@ -219,7 +219,7 @@ def _data(identity: CacheIdentity, documents: int) -> str:
     corpus = identity.corpus
     share = corpus.supervised_tokens / corpus.num_tokens
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(corpus.dropped.items()) if count)
-    used = "" if documents == corpus.num_documents else f" ({documents:,} of them used: the cache was unfinished)"
+    used = "" if documents == corpus.num_documents else f" ({documents:,} of them used: the others were not in the cache)"
     rows = (
         ("digest of tokens and masks", corpus.digest),
         ("documents", f"{corpus.num_documents:,}{used}"),

@@ -11,10 +11,28 @@ import numpy.typing as npt
 from dflash_cache.corpus.store import TokenizedCorpus
 from dflash_cache.errors import SelfCheckError
 from dflash_cache.extract.plan import ShardPlan, WindowPlan
+from dflash_cache.format.manifest import QuarantinedDocument
 from dflash_cache.format.shard import ShardData
 from dflash_cache.spec import FeatureSpec
 
-__all__ = ["WindowAssembler"]
+__all__ = ["ReadyShard", "WindowAssembler"]
+
+
+@dataclass(frozen=True)
+class ReadyShard:
+    """A shard whose documents have all been computed.
+
+    Attributes:
+      plan: Which documents it was planned to hold.
+      data: Those of them that are good, in order; None when none is.
+      first_document: Ordinal of the first of them; the plan's own when there is none.
+      quarantined: The others.
+    """
+
+    plan: ShardPlan
+    data: ShardData | None
+    first_document: int
+    quarantined: tuple[QuarantinedDocument, ...]
 
 
 @dataclass
@@ -23,6 +41,28 @@ class _Buffer:
     data: ShardData
     starts: npt.NDArray[np.int64]
     missing: set[int]
+    quarantined: dict[int, QuarantinedDocument]
+
+    def ready(self) -> ReadyShard:
+        """Take the good documents out."""
+        if not self.quarantined:
+            return ReadyShard(self.plan, self.data, self.plan.first_document, ())
+        bad = tuple(entry for _, entry in sorted(self.quarantined.items()))
+        good = np.ones(self.plan.num_documents, dtype=np.bool_)
+        good[list(self.quarantined)] = False
+        if not good.any():
+            return ReadyShard(self.plan, None, self.plan.first_document, bad)
+        tokens = np.repeat(good, self.data.doc_lengths)
+        data = ShardData(
+            input_ids=self.data.input_ids[tokens],
+            loss_mask=self.data.loss_mask[tokens],
+            positions=self.data.positions[tokens],
+            doc_lengths=self.data.doc_lengths[good],
+            doc_ids=self.data.doc_ids[good],
+            fc_features=self.data.fc_features[tokens],
+            last_hidden_states=self.data.last_hidden_states[tokens],
+        )
+        return ReadyShard(self.plan, data, self.plan.first_document + int(good.argmax()), bad)
 
 
 class WindowAssembler:
@@ -35,7 +75,7 @@ class WindowAssembler:
           window: The window.
           corpus: The tokenised corpus.
           features: What is stored.
-          num_sealed: Documents of the corpus that are sealed already.
+          num_sealed: Documents of the corpus that are sealed or quarantined already; always the first ones.
         """
         self._corpus = corpus
         self._features = features
@@ -72,12 +112,19 @@ class WindowAssembler:
         buffer.data.last_hidden_states[rows] = rows_nPH[:, -1]
         buffer.missing.remove(place)
 
-    def take_ready(self) -> list[tuple[ShardPlan, ShardData]]:
+    def quarantine(self, entry: QuarantinedDocument) -> None:
+        """Leave a document out of its shard."""
+        shard = int(np.searchsorted(self._ends, entry.document, side="right"))
+        buffer = self._buffers.get(shard) or self._begin_shard(shard)
+        place = entry.document - buffer.plan.first_document
+        buffer.quarantined[place] = entry
+        buffer.missing.remove(place)
+
+    def take_ready(self) -> list[ReadyShard]:
         """Return, and forget, the shards that are whole and whose predecessors all have been returned."""
         ready = []
         while self._next in self._buffers and not self._buffers[self._next].missing:
-            buffer = self._buffers.pop(self._next)
-            ready.append((buffer.plan, buffer.data))
+            ready.append(self._buffers.pop(self._next).ready())
             self._next += 1
         return ready
 
@@ -97,5 +144,5 @@ class WindowAssembler:
             fc_features=np.empty((tokens, planes, hidden), dtype=np.uint16),
             last_hidden_states=np.empty((tokens, hidden), dtype=np.uint16),
         )
-        self._buffers[number] = _Buffer(plan, data, starts, set(range(plan.num_documents)))
+        self._buffers[number] = _Buffer(plan, data, starts, set(range(plan.num_documents)), {})
         return self._buffers[number]

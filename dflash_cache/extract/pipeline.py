@@ -9,20 +9,22 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from dflash_cache.config import OnBad
 from dflash_cache.corpus.store import TokenizedCorpus
 from dflash_cache.errors import NonFiniteError, SelfCheckError
-from dflash_cache.extract.assembly import WindowAssembler
+from dflash_cache.extract.assembly import ReadyShard, WindowAssembler
 from dflash_cache.extract.features import FeatureExtractor, plane_layers, plane_name
 from dflash_cache.extract.head import FoundHead
 from dflash_cache.extract.loading import LoadedTarget
-from dflash_cache.extract.plan import ExtractionPlan, IntArray, ShardPlan, WindowPlan, pending_batches
-from dflash_cache.extract.progress import BatchComputed, OnEvent, SelfCheckPassed, ShardSealed
+from dflash_cache.extract.plan import ExtractionPlan, IntArray, WindowPlan, pending_batches
+from dflash_cache.extract.progress import BatchComputed, DocumentQuarantined, OnEvent, SelfCheckPassed, ShardSealed
 from dflash_cache.extract.sealer import ShardSealer
 from dflash_cache.extract.selfcheck import SelfCheckReport, run_self_check
-from dflash_cache.extract.transfer import HostRows, PendingRows, RowTransfer
-from dflash_cache.format.manifest import ShardEntry
-from dflash_cache.format.shard import ShardData, ShardReader
+from dflash_cache.extract.transfer import PendingRows, RowTransfer
+from dflash_cache.format.manifest import QuarantinedDocument, ShardEntry
+from dflash_cache.format.shard import ShardReader
 from dflash_cache.format.writer import CacheWriter
 from dflash_cache.spec import FeatureSpec
 
@@ -42,6 +44,7 @@ class ExtractionJob:
       pad_id: What stands on padding.
       self_check_documents: How many documents are recomputed before the first shard is sealed.
       writer: The cache.
+      on_bad: Whether a document whose states cannot be stored stops the run or is quarantined.
     """
 
     target: LoadedTarget
@@ -53,6 +56,7 @@ class ExtractionJob:
     pad_id: int
     self_check_documents: int
     writer: CacheWriter
+    on_bad: OnBad = "stop"
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def run_extraction(job: ExtractionJob, on_event: OnEvent) -> ExtractionResult:
     """Compute and seal every shard that is missing.
 
     Raises:
-      NonFiniteError: If the target gives NaN or infinity; names document and layer.
+      NonFiniteError: If the target gives NaN or infinity; names document and layer. Also if no document is good.
       SelfCheckError: If what was stored does not agree with the target.
       DiskSpaceError: If the disk is full; what is sealed is intact.
       ConfigError: If a batch does not fit into the GPU's memory.
@@ -93,9 +97,11 @@ class _Extraction:
         self._job = job
         self._on_event = on_event
         manifest = job.writer.manifest
-        self._num_sealed_before = manifest.num_documents
-        self._done_documents = self._sealed_documents = manifest.num_documents
-        self._done_tokens = manifest.num_tokens
+        self._num_sealed_before = manifest.end_document
+        self._next_number = len(manifest.shards)
+        self._sealed_documents = manifest.num_documents
+        self._done_documents = manifest.end_document
+        self._done_tokens = int(job.corpus.lengths[: manifest.end_document].sum())
         self._bytes_written = sum(shard.stored_bytes for shard in manifest.shards)
         self._batches = self._computed_tokens = 0
         self._began = time.monotonic()
@@ -116,6 +122,11 @@ class _Extraction:
                 self._run_window(window, extractor, transfer, sealer)
                 lag = len(window.shards)
             self._report_sealed(sealer.sealed(at_most_pending=0))
+        if not job.writer.manifest.shards:
+            raise NonFiniteError(
+                f"none of the {job.corpus.num_documents} documents is left: {job.target.name} gives NaN, infinity or "
+                "zeros for each of them; run it in --dtype float32, or fetch its weights again"
+            )
         return ExtractionResult(
             batches=self._batches,
             tokens=self._computed_tokens,
@@ -145,65 +156,89 @@ class _Extraction:
         """Bring a batch's rows into their shards, and hand over the shards that are whole now."""
         arrived = pending.wait()
         lengths = self._job.corpus.lengths[batch]
-        self._check_rows(arrived, batch, lengths)
+        good = arrived.finite & arrived.nonzero
         start = 0
         for document, length in zip(batch.tolist(), lengths.tolist(), strict=True):
-            if assembler.wants(document):
-                assembler.place(document, arrived.rows[start : start + length])
-                self._done_documents += 1
-                self._done_tokens += length
+            rows = slice(start, start + length)
             start += length
+            if not assembler.wants(document):
+                continue
+            if good[rows].all():
+                assembler.place(document, arrived.rows[rows])
+            else:
+                assembler.quarantine(self._judge(document, arrived.finite[rows], good[rows]))
+            self._done_documents += 1
+            self._done_tokens += length
         self._batches += 1
         self._computed_tokens += start
-        for plan, data in assembler.take_ready():
-            self._hand_over(plan, data, sealer)
+        for shard in assembler.take_ready():
+            self._hand_over(shard, sealer)
         self._report_sealed(sealer.sealed())
         self._report_progress()
 
-    def _check_rows(self, arrived: HostRows, batch: IntArray, lengths: IntArray) -> None:
-        """Refuse NaN, infinity and rows of zeros, naming the document and the layer."""
-        for good, error, what in (
-            (arrived.finite, NonFiniteError, "NaN or infinity"),
-            (arrived.nonzero, SelfCheckError, "only zeros"),
-        ):
-            if good.all():
-                continue
-            row, plane = (int(places[0]) for places in np.nonzero(~good))
-            ends = np.cumsum(lengths)
-            place = int(np.searchsorted(ends, row, side="right"))
-            token = row - int(ends[place] - lengths[place])
-            doc_id = int(self._job.corpus.doc_ids[batch[place]])
-            raise error(
-                f"document {doc_id} of the corpus, token {token}: the {plane_name(self._job.features, plane)} hold "
-                f"{what} as bfloat16. Nothing of it was sealed; run the target in --dtype float32 to see whether its "
-                "number format is to blame, or leave this document out"
-            )
+    def _judge(self, document: int, finite: npt.NDArray[np.bool_], good: npt.NDArray[np.bool_]) -> QuarantinedDocument:
+        """Name what is wrong with a document; refuse it unless the run goes on without.
 
-    def _hand_over(self, plan: ShardPlan, data: ShardData, sealer: ShardSealer) -> None:
+        Args:
+          document: Its ordinal.
+          finite: [n, P] whether each row of it is finite.
+          good: [n, P] whether each row is finite and not all zero.
+
+        Raises:
+          NonFiniteError, SelfCheckError: Naming document, token and layer.
+        """
+        job = self._job
+        token, plane = (int(places[0]) for places in np.nonzero(~good))
+        is_zero = bool(finite[token, plane])
+        entry = QuarantinedDocument(
+            document=document,
+            doc_id=int(job.corpus.doc_ids[document]),
+            token=token,
+            layer=plane_layers(job.features)[plane],
+            reason="all_zero" if is_zero else "not_finite",
+        )
+        what = (
+            f"document {entry.doc_id} of the corpus, token {token}: the {plane_name(job.features, plane)} hold "
+            f"{'only zeros' if is_zero else 'NaN or infinity'} as bfloat16"
+        )
+        if job.on_bad == "stop":
+            raise (SelfCheckError if is_zero else NonFiniteError)(
+                f"{what}. Nothing of it was sealed; run the target in --dtype float32 to see whether its number format "
+                "is to blame, or go on without such documents with --on-bad skip"
+            )
+        self._on_event(DocumentQuarantined(entry.doc_id, f"{what}; it is left out"))
+        return entry
+
+    def _hand_over(self, shard: ReadyShard, sealer: ShardSealer) -> None:
         """Pass a whole shard to the background, after the self-check if it is this run's first."""
+        if shard.data is None:
+            sealer.quarantine(shard.quarantined)
+            return
+        number = self._next_number
+        self._next_number += 1
         if self._self_check is not None:
-            sealer.stage_and_seal(plan, data)
+            sealer.stage_and_seal(number, shard.first_document, shard.data, shard.quarantined)
             return
         job = self._job
         began = time.monotonic()
-        staged = sealer.stage(plan, data)
+        staged = sealer.stage(number, shard.first_document, shard.data)
         reader = job.writer.open_staged(staged)
         try:
-            self._check_tokens(plan, reader)
+            self._check_tokens(shard, reader)
             report = run_self_check(job.target, job.found, job.features, reader, job.self_check_documents)
         finally:
             reader.close()
         self._self_check = report
         self._self_check_seconds = time.monotonic() - began
         self._on_event(SelfCheckPassed(len(report.doc_ids), report.worst.error, report.agreement))
-        sealer.seal(staged)
+        sealer.seal(staged, shard.quarantined)
 
-    def _check_tokens(self, plan: ShardPlan, reader: ShardReader) -> None:
-        expected = np.concatenate(
-            [self._job.corpus.document(i).input_ids for i in range(plan.first_document, plan.end_document)]
-        )
-        if not np.array_equal(reader.arrays["input_ids"].read(0, plan.num_tokens), expected):
-            raise SelfCheckError(f"the token ids stored in shard {plan.number} are not those of the corpus")
+    def _check_tokens(self, shard: ReadyShard, reader: ShardReader) -> None:
+        left_out = {entry.document for entry in shard.quarantined}
+        planned = range(shard.plan.first_document, shard.plan.end_document)
+        expected = np.concatenate([self._job.corpus.document(i).input_ids for i in planned if i not in left_out])
+        if not np.array_equal(reader.arrays["input_ids"].read(0, reader.entry.num_tokens), expected):
+            raise SelfCheckError(f"the token ids stored in {reader.entry.name} are not those of the corpus")
 
     def _report_sealed(self, entries: list[ShardEntry]) -> None:
         for entry in entries:

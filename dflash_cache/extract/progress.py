@@ -7,6 +7,7 @@ from typing import Literal
 __all__ = [
     "BatchComputed",
     "CorpusRead",
+    "DocumentQuarantined",
     "ExtractEvent",
     "Notice",
     "OnEvent",
@@ -67,6 +68,14 @@ class BatchComputed:
 
 
 @dataclass(frozen=True)
+class DocumentQuarantined:
+    """A document is left out of the cache, and why; its index in the corpus."""
+
+    doc_id: int
+    text: str
+
+
+@dataclass(frozen=True)
 class SelfCheckPassed:
     """What was stored agrees with the target.
 
@@ -101,5 +110,5 @@ class ShardSealed:
     bytes_written: int
 
 
-ExtractEvent = Phase | Notice | CorpusRead | BatchComputed | SelfCheckPassed | ShardSealed
+ExtractEvent = Phase | Notice | CorpusRead | BatchComputed | DocumentQuarantined | SelfCheckPassed | ShardSealed
 OnEvent = Callable[[ExtractEvent], None]

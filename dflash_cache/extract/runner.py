@@ -198,7 +198,7 @@ class _Run:
 
     def _check_space(self, inputs: _Inputs, stored: CacheManifest | None, exists: bool) -> None:
         files, corpus = inputs.files, inputs.corpus
-        missing = corpus.num_tokens - (stored.num_tokens if stored else 0)
+        missing = int(corpus.lengths[stored.end_document if stored else 0 :].sum())
         head_is_there = stored is not None and _HEAD_NAME in stored.attached
         estimate = estimate_size(
             missing,
@@ -230,6 +230,7 @@ class _Run:
             batch_tokens=settings.batch_tokens,
             pad_id=pad if pad is not None and pad < inputs.files.vocab_size else 0,
             self_check_documents=config.self_check_documents,
+            on_bad=config.on_bad,
             writer=writer,
         )
         return found, job

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ __all__ = [
     "Difference",
     "ExtractSettings",
     "FileEntry",
+    "QuarantinedDocument",
     "ShardEntry",
     "differences",
     "file_digest",
@@ -106,7 +108,7 @@ class ShardEntry(FrozenModel):
 
     Attributes:
       name: Its folder.
-      first_document: Ordinal of its first document among the corpus' kept ones.
+      first_document: Ordinal of its first document in the corpus of the identity.
       num_documents, num_tokens, supervised_tokens: What it holds.
       arrays: Size and digest of each array's data file.
     """
@@ -130,6 +132,24 @@ class ShardEntry(FrozenModel):
         return sum(entry.bytes for entry in self.arrays.values())
 
 
+class QuarantinedDocument(FrozenModel):
+    """A document of the corpus that is in no shard, since the target gave it states that cannot be stored.
+
+    Attributes:
+      document: Its ordinal in the corpus of the identity.
+      doc_id: Its index in the corpus.
+      token: The first bad token in it.
+      layer: The layer whose output is bad there; the first one in stored order.
+      reason: ``not_finite``, NaN or infinity as bfloat16, or ``all_zero``.
+    """
+
+    document: NonNegativeInt
+    doc_id: NonNegativeInt
+    token: NonNegativeInt
+    layer: NonNegativeInt
+    reason: Literal["not_finite", "all_zero"]
+
+
 class CacheManifest(FrozenModel):
     """The contents of ``manifest.json``; docs/format.md is normative.
 
@@ -139,7 +159,8 @@ class CacheManifest(FrozenModel):
       identity: What made the cache.
       attached: Sealed files beside the shards.
       shards: The shards that exist, in document order; a shard that is not listed does not exist.
-      complete: Whether every document of the corpus is in a shard.
+      quarantined: Documents of the corpus that are in no shard, by ordinal; a shard's are listed when it is sealed.
+      complete: Whether every document of the corpus is in a shard or quarantined.
     """
 
     format: Literal["dflash-cache"] = "dflash-cache"
@@ -148,6 +169,7 @@ class CacheManifest(FrozenModel):
     identity: CacheIdentity
     attached: dict[AttachedName, FileEntry] = {}
     shards: tuple[ShardEntry, ...] = ()
+    quarantined: tuple[QuarantinedDocument, ...] = ()
     complete: bool = False
 
     @model_validator(mode="after")
@@ -155,13 +177,26 @@ class CacheManifest(FrozenModel):
         for number, shard in enumerate(self.shards):
             if shard.name != shard_name(number):
                 raise ValueError(f"shards[{number}].name is {shard.name!r}, expected {shard_name(number)!r}")
+        left_out = [entry.document for entry in self.quarantined]
+        if left_out != sorted(set(left_out)):
+            raise ValueError(f"quarantined documents are {left_out}, expected ascending ordinals")
+        document = _beyond(0, 0, left_out)
+        for number, shard in enumerate(self.shards):
             if shard.first_document != document:
                 raise ValueError(f"shards[{number}].first_document is {shard.first_document}, expected {document}")
-            document += shard.num_documents
+            document = _beyond(document, shard.num_documents, left_out)
         total = self.identity.corpus.num_documents
-        if document > total or (self.complete and document != total):
-            raise ValueError(f"the shards hold {document} documents, the corpus {total} (complete: {self.complete})")
+        if (left_out and left_out[-1] >= document) or document > total or (self.complete and document != total):
+            raise ValueError(
+                f"the shards hold {self.num_documents} documents, {len(left_out)} are quarantined, the corpus has "
+                f"{total} (complete: {self.complete})"
+            )
         return self
+
+    @property
+    def end_document(self) -> int:
+        """One beyond the last ordinal of the corpus that is in a sealed shard or quarantined."""
+        return self.num_documents + len(self.quarantined)
 
     @property
     def num_documents(self) -> int:
@@ -172,6 +207,22 @@ class CacheManifest(FrozenModel):
     def num_tokens(self) -> int:
         """Tokens in sealed shards."""
         return sum(shard.num_tokens for shard in self.shards)
+
+
+def _beyond(document: int, count: int, left_out: Sequence[int]) -> int:
+    """Count documents from an ordinal on, those left out not counted, and return the next that is not left out.
+
+    Args:
+      document: The first ordinal.
+      count: How many documents.
+      left_out: Ordinals that are left out, ascending.
+    """
+    end = document + count
+    place = bisect_left(left_out, document)
+    while place < len(left_out) and left_out[place] <= end:
+        end += 1
+        place += 1
+    return end
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dflash_cache.format.manifest import (
     AttachedName,
     CacheIdentity,
     CacheManifest,
+    QuarantinedDocument,
     ShardEntry,
     differences,
     file_digest,
@@ -200,7 +201,7 @@ class CacheWriter:
 
         Args:
           number: Its 0-based number.
-          first_document: Ordinal of its first document.
+          first_document: Ordinal of its first document that is not quarantined.
           data: Its contents.
 
         Raises:
@@ -224,8 +225,13 @@ class CacheWriter:
         identity = self.manifest.identity
         return ShardReader.staged(staged.folder, staged.entry, identity.features, identity.settings.codec)
 
-    def seal(self, staged: StagedShard) -> None:
-        """Make a staged shard exist. It must be the next one in order."""
+    def seal(self, staged: StagedShard, quarantined: tuple[QuarantinedDocument, ...] = ()) -> None:
+        """Make a staged shard exist. It must be the next one in order.
+
+        Args:
+          staged: The shard.
+          quarantined: Documents among and around its own that are in no shard; listed in the same commit.
+        """
         if staged.entry.name != shard_name(len(self.manifest.shards)):
             raise ValueError(f"{staged.entry.name} sealed out of order, after {len(self.manifest.shards)} shards")
         final = self.folder / staged.entry.name
@@ -234,10 +240,16 @@ class CacheWriter:
                 shutil.rmtree(final)
             staged.folder.rename(final)
             fsync_folder(self.folder)
-            self._commit(shards=(*self.manifest.shards, staged.entry))
+            self._commit(
+                shards=(*self.manifest.shards, staged.entry), quarantined=(*self.manifest.quarantined, *quarantined)
+            )
+
+    def quarantine(self, documents: tuple[QuarantinedDocument, ...]) -> None:
+        """List the next documents of the corpus as being in no shard, where a shard would have held no others."""
+        self._commit(quarantined=(*self.manifest.quarantined, *documents))
 
     def finish(self) -> None:
-        """Declare that every document of the corpus is in a sealed shard."""
+        """Declare that every document of the corpus is in a sealed shard or quarantined."""
         self._commit(complete=True)
 
     def _begin_or_continue(self, identity: CacheIdentity) -> CacheManifest:

@@ -43,3 +43,4 @@ def test_the_identity_and_the_head_are_what_they_were() -> None:
 def test_fields_that_came_later_have_the_values_of_that_time() -> None:
     manifest = FeatureCache.open(GOLDEN).manifest
     assert (manifest.identity.corpus.long, manifest.identity.corpus.split) == ("truncate", 0)
+    assert manifest.quarantined == ()

@@ -114,19 +114,19 @@ def _spoilt(folder: Path, to: Path, spoil: Callable[[dict[str, torch.Tensor]], N
     return to
 
 
-def _nan_for_token(token: int) -> Callable[[dict[str, torch.Tensor]], None]:
+def _overflow_for_token(token: int) -> Callable[[dict[str, torch.Tensor]], None]:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.embed_tokens.weight"][token] = float("nan")
+        tensors["model.embed_tokens.weight"][token] = 3.4e38  # a float32, infinite as bfloat16
 
     return spoil
 
 
-def test_nan_names_the_document_and_the_layer_and_seals_nothing_of_it(
+def test_an_infinity_names_the_document_and_the_layer_and_seals_nothing_of_it(
     target_folder: Folder, opened: Opened, tmp_path: Path
 ) -> None:
     files, _ = opened("dense")
     token = files.tokenizer.encode("@", add_special_tokens=False)[0]
-    folder = _spoilt(target_folder("dense"), tmp_path / "model", _nan_for_token(token))
+    folder = _spoilt(target_folder("dense"), tmp_path / "model", _overflow_for_token(token))
     data = write_texts(tmp_path / "data.jsonl", 30)
     lines = data.read_text().splitlines()
     data.write_text("\n".join([*lines[:25], '{"text": "all @ once"}', *lines[25:]]) + "\n")
