@@ -52,16 +52,24 @@ def build_tokenizer(folder: Path, vocab_size: int = TOKENIZER_VOCAB) -> PreTrain
     return fast
 
 
-def save_target(model: Any, folder: Path, seed: int = 0) -> Path:
+def save_target(model: Any, folder: Path, seed: int = 0, *, update_gain: float = 1.0) -> Path:
     """Give a model random weights worth testing with, and save it with a tokenizer.
 
     transformers starts norms at 1 and everything else at 0.02, which hides a missing norm and makes logits flat.
+
+    Args:
+      model: The model.
+      folder: Where it goes.
+      seed: Of the weights.
+      update_gain: Factor on what each layer adds to the residual stream; small in deep models, as training makes it.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "conv" not in name:
                 spread = 1.0 if "embed" in name else 1.5 / parameter.shape[-1] ** 0.5
+                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+                    spread *= update_gain
                 parameter.normal_(0.0, spread, generator=generator)
             elif "norm" in name or "ln_" in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
