@@ -174,7 +174,6 @@ class CacheManifest(FrozenModel):
 
     @model_validator(mode="after")
     def _shards_follow_each_other(self) -> "CacheManifest":
-        document = 0
         for number, shard in enumerate(self.shards):
             if shard.name != shard_name(number):
                 raise ValueError(f"shards[{number}].name is {shard.name!r}, expected {shard_name(number)!r}")
