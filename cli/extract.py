@@ -1,5 +1,6 @@
 """``dflash-cache extract``: stage one."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +38,8 @@ from dflash_cache.cli.extract_options import (
     extract_settings,
 )
 from dflash_cache.config import ExtractConfig, OnBad
+from dflash_cache.errors import ConfigError
+from dflash_cache.extract.interrupt import Interrupted, SignalGuard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,10 +51,9 @@ if TYPE_CHECKING:
     from dflash_cache.extract.runner import ExtractReport
     from dflash_cache.format.manifest import QuarantinedDocument
 
-__all__ = ["extract", "run_extraction"]
+__all__ = ["ExtractDisplay", "describe_long", "extract", "run_extraction"]
 
 EXIT_LEFT_OUT = 3
-EXIT_INTERRUPTED = 130
 
 
 def extract(
@@ -84,6 +86,13 @@ def extract(
             "manifest (exit code 3). [default: stop]",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be made, as `estimate` does; writes nothing.")
+    ] = False,
+    summary: Annotated[
+        Path | None,
+        typer.Option("--summary", help="Write what the run did to this file, as JSON, however it ends."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the cache in --out first.")] = False,
 ) -> None:
     """Run the target once over a corpus and cache the hidden states that a drafter learns from.
@@ -92,27 +101,44 @@ def extract(
     `{"messages": [{"role": "user", "content": "..."}, ...]}` (rendered with the tokenizer's chat template, supervised
     where the assistant speaks). Interrupted? The same command continues at the first missing document.
 
+    Exit codes: 0 done; 1 an error; 2 wrong usage; 3 done, but documents were left out (`--on-bad skip`); 130 and 143
+    after Ctrl-C and SIGTERM, which seal what is whole first (a second one ends at once).
+
     Example: `dflash-cache extract --model Qwen3.6-27B --data chats.jsonl --out ./cache`
     """
+    if summary is not None and (summary.is_dir() or not summary.absolute().parent.is_dir()):
+        raise ConfigError(f"--summary {summary} must be a file in a folder that exists")
     resolved = extract_settings(ctx.params, on_bad=on_bad)
+    if dry_run:
+        from dflash_cache.cli.estimate import show_estimate
+
+        show_estimate(resolved, rate=None, measure=False, as_json=False)
+        return
     try:
-        report = run_extraction(resolved)
-    except KeyboardInterrupt:
+        with SignalGuard():
+            report = run_extraction(resolved, summary)
+    except Interrupted as stop:
         print_error(
-            f"interrupted; every sealed shard is kept: run the same command again to continue in {resolved.out}"
+            f"interrupted by {stop}; every sealed shard is kept: run the same command again to continue in "
+            f"{resolved.out}"
         )
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(stop.exit_code) from None
     print_summary(report)
     if report.manifest.quarantined:
         raise typer.Exit(EXIT_LEFT_OUT)
 
 
-def run_extraction(config: ExtractConfig) -> "ExtractReport":
-    """Extract with progress bars; where there is no terminal, with a line for each shard."""
+def run_extraction(config: ExtractConfig, summary: Path | None = None) -> "ExtractReport":
+    """Extract with progress bars; where there is no terminal, with a line for each shard.
+
+    Args:
+      config: The settings.
+      summary: File for the run's record.
+    """
     from dflash_cache.extract.runner import extract as extract_cache
 
     with progress_bars("{task.fields[figures]}") as bars:
-        return extract_cache(config, _Display(bars).show)
+        return extract_cache(config, ExtractDisplay(bars).show, summary)
 
 
 def print_summary(report: "ExtractReport") -> None:
@@ -121,7 +147,7 @@ def print_summary(report: "ExtractReport") -> None:
     stored = report.stored_bytes
     rows: list[tuple[str, object]] = [
         ("documents", f"{corpus.documents_kept:,} kept of {corpus.documents_read:,} read"),
-        ("too long", _describe_long(corpus, manifest.identity.corpus.max_length)),
+        ("too long", describe_long(corpus, manifest.identity.corpus.max_length)),
         ("left out", corpus.describe_drops().strip() or "none"),
         ("tokens", f"{corpus.tokens:,}, {corpus.supervised_tokens / corpus.tokens:.1%} supervised"),
         ("shards", f"{len(manifest.shards):,}"),
@@ -146,7 +172,7 @@ def print_summary(report: "ExtractReport") -> None:
     print_notice(f"train: dflash-cache train --shards {report.folder}")
 
 
-def _describe_long(corpus: "CorpusSummary", max_length: int) -> str:
+def describe_long(corpus: "CorpusSummary", max_length: int) -> str:
     """Say what became of documents longer than allowed; those that were dropped are among those left out."""
     if not corpus.documents_split:
         return f"{corpus.documents_truncated:,} truncated to {max_length:,} tokens"
@@ -160,12 +186,12 @@ def _describe_long(corpus: "CorpusSummary", max_length: int) -> str:
 def _describe_quarantine(entries: "Sequence[QuarantinedDocument]") -> str:
     first = entries[0]
     return (
-        f"{len(entries):,} documents left out, their states are NaN, infinite or zero (first: document "
+        f"{len(entries):,} left out, their states are NaN, infinite or zero (first: document "
         f"{first.doc_id}, token {first.token}, layer {first.layer}: {first.reason}); all are listed in the manifest"
     )
 
 
-class _Display:
+class ExtractDisplay:
     """Turns events into bars and lines."""
 
     def __init__(self, bars: "Progress") -> None:

@@ -19,7 +19,14 @@ from dflash_cache.extract.features import FeatureExtractor, plane_layers, plane_
 from dflash_cache.extract.head import FoundHead
 from dflash_cache.extract.loading import LoadedTarget
 from dflash_cache.extract.plan import ExtractionPlan, IntArray, WindowPlan, pending_batches
-from dflash_cache.extract.progress import BatchComputed, DocumentQuarantined, OnEvent, SelfCheckPassed, ShardSealed
+from dflash_cache.extract.progress import (
+    BatchComputed,
+    DocumentQuarantined,
+    Notice,
+    OnEvent,
+    SelfCheckPassed,
+    ShardSealed,
+)
 from dflash_cache.extract.sealer import ShardSealer
 from dflash_cache.extract.selfcheck import SelfCheckReport, run_self_check
 from dflash_cache.extract.transfer import PendingRows, RowTransfer
@@ -116,12 +123,16 @@ class _Extraction:
         transfer = RowTransfer(job.target.device, max_rows, row_shape)
         lag = 0
         with FeatureExtractor(job.target, job.features, job.pad_id) as extractor, ShardSealer(job.writer) as sealer:
-            for window in windows:
-                # Memory: this window is filled while at most the shards of the one before wait to be written.
-                self._report_sealed(sealer.sealed(at_most_pending=lag))
-                self._run_window(window, extractor, transfer, sealer)
-                lag = len(window.shards)
-            self._report_sealed(sealer.sealed(at_most_pending=0))
+            try:
+                for window in windows:
+                    # Memory: this window is filled while at most the shards of the one before wait to be written.
+                    self._report_sealed(sealer.sealed(at_most_pending=lag))
+                    self._run_window(window, extractor, transfer, sealer)
+                    lag = len(window.shards)
+                self._report_sealed(sealer.sealed(at_most_pending=0))
+            except KeyboardInterrupt:
+                self._on_event(Notice("stopping: the shards that are whole are sealed; a second signal ends at once"))
+                raise
         if not job.writer.manifest.shards:
             raise NonFiniteError(
                 f"none of the {job.corpus.num_documents} documents is left: {job.target.name} gives NaN, infinity or "
@@ -266,6 +277,7 @@ class _Extraction:
                 tokens=self._done_tokens,
                 total_documents=job.corpus.num_documents,
                 total_tokens=job.corpus.num_tokens,
+                tokens_computed=self._computed_tokens,
                 bytes_written=self._bytes_written,
                 tokens_per_second=rate,
                 megabytes_per_second=rate * job.features.bytes_per_token / 1e6,

@@ -51,6 +51,7 @@ class BatchComputed:
     Attributes:
       documents, tokens: Computed or sealed so far, of the whole corpus.
       total_documents, total_tokens: Of the whole corpus.
+      tokens_computed: Through the target in this run.
       bytes_written: Of sealed shards, compressed, those of earlier runs included.
       tokens_per_second: Of this run.
       megabytes_per_second: Raw hidden states of this run, 10^6 bytes.
@@ -61,6 +62,7 @@ class BatchComputed:
     tokens: int
     total_documents: int
     total_tokens: int
+    tokens_computed: int
     bytes_written: int
     tokens_per_second: float
     megabytes_per_second: float

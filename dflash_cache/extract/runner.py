@@ -21,6 +21,7 @@ from dflash_cache.extract.mask_token import MaskTokenProposal, propose_mask_toke
 from dflash_cache.extract.pipeline import ExtractionJob, ExtractionResult, run_extraction
 from dflash_cache.extract.plan import default_shard_tokens, default_window_tokens, plan_extraction
 from dflash_cache.extract.progress import CorpusRead, ExtractEvent, Notice, OnEvent, Phase
+from dflash_cache.extract.run_log import RunRecorder
 from dflash_cache.extract.selfcheck import SelfCheckReport
 from dflash_cache.extract.target import TargetFiles, open_target
 from dflash_cache.format.manifest import (
@@ -95,20 +96,29 @@ def _ignore(event: ExtractEvent) -> None:
     """Report to nobody."""
 
 
-def extract(config: ExtractConfig, on_event: OnEvent = _ignore) -> ExtractReport:
+def extract(config: ExtractConfig, on_event: OnEvent = _ignore, summary: Path | None = None) -> ExtractReport:
     """Make a cache, or continue an unfinished one.
 
-    An interruption (Ctrl-C, kill, full disk) leaves every sealed shard as it is; the same call continues.
+    An interruption (Ctrl-C, kill, full disk) leaves every sealed shard as it is; the same call continues. However the
+    run ends, unless by a kill, a record of it is appended to the cache's log.
 
     Args:
       config: The settings.
       on_event: Told of progress, in this thread.
+      summary: File for the same record; None writes none.
 
     Raises:
       DflashCacheError: The child that names what is wrong; see each module.
-      KeyboardInterrupt: After Ctrl-C, once the shard in work is sealed.
+      KeyboardInterrupt: After Ctrl-C, once the shards that are whole are sealed.
     """
-    return _Run(config, on_event).run()
+    recorder = RunRecorder(config, on_event, summary)
+    try:
+        report = _Run(config, recorder.on_event).run()
+    except BaseException as error:
+        recorder.fail(error)
+        raise
+    recorder.finish(report.manifest, report.corpus, nothing_to_do=report.nothing_to_do)
+    return report
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class _Run:
         files = open_target(config)
         if files.name.notice:
             self._notice(files.name.notice)
-        features = _feature_spec(config, files)
+        features = feature_spec(config, files)
         with lock_folder(config.out) as lock:
             stored = read_manifest(config.out) if exists and not config.overwrite else None
             inputs = self._read_corpus(files, features, lock)
@@ -172,12 +182,7 @@ class _Run:
         config = self._config
         self._on_event(Phase("tokenize"))
         corpus = tokenize_corpus(config.corpus, files.tokenizer, lock.scratch_folder("tokens"), self._on_corpus)
-        longest, window = int(corpus.lengths.max()), files.max_positions
-        if window is not None and longest > window:
-            raise ConfigError(
-                f"the longest document has {longest} tokens, and {config.model} has positions for {window}; "
-                f"use --max-length {window}"
-            )
+        check_window(config, files, corpus)
         mask_token = propose_mask_token(
             files.tokenizer,
             model_type=files.model_type,
@@ -192,7 +197,7 @@ class _Run:
             features=features,
             corpus=corpus,
             corpus_spec=_corpus_spec(config, files, corpus, mask_token),
-            settings=_settings(config, files, features),
+            settings=run_settings(config, files, features),
             mask_token=mask_token,
         )
 
@@ -274,7 +279,26 @@ class _Run:
         )
 
 
-def _feature_spec(config: ExtractConfig, files: TargetFiles) -> FeatureSpec:
+def check_window(config: ExtractConfig, files: TargetFiles, corpus: TokenizedCorpus) -> None:
+    """Refuse documents that are longer than what the target has positions for.
+
+    Raises:
+      ConfigError: Naming both lengths.
+    """
+    longest, window = int(corpus.lengths.max()), files.max_positions
+    if window is not None and longest > window:
+        raise ConfigError(
+            f"the longest document has {longest} tokens, and {config.model} has positions for {window}; "
+            f"use --max-length {window}"
+        )
+
+
+def feature_spec(config: ExtractConfig, files: TargetFiles) -> FeatureSpec:
+    """Say which layers are stored.
+
+    Raises:
+      ConfigError: If a layer that was asked for does not exist.
+    """
     layers = config.fc_layers if config.fc_layers is not None else spread_fc_layers(files.num_layers)
     return FeatureSpec.for_layers(layers, num_layers=files.num_layers, hidden_size=files.hidden_size)
 
@@ -299,7 +323,8 @@ def _corpus_spec(
     )
 
 
-def _settings(config: ExtractConfig, files: TargetFiles, features: FeatureSpec) -> ExtractSettings:
+def run_settings(config: ExtractConfig, files: TargetFiles, features: FeatureSpec) -> ExtractSettings:
+    """Fill in the settings that the target decides."""
     per_token = features.bytes_per_token
     return ExtractSettings(
         codec=config.codec,

@@ -20,7 +20,8 @@ class ShardSealer:
     """The only user of a writer while it lives. A context manager.
 
     Whatever goes wrong in the background is raised by the next call that looks, and no later shard is begun.
-    Leaving by an exception (Ctrl-C too) finishes the shard in work and forgets those that wait.
+    Leaving by Ctrl-C or SIGTERM writes the shards that wait too, since they are whole; leaving by any other exception
+    finishes the shard in work and forgets those that wait.
     """
 
     def __init__(self, writer: CacheWriter) -> None:
@@ -36,7 +37,8 @@ class ShardSealer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        asked_to_stop = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self._thread.shutdown(wait=True, cancel_futures=not asked_to_stop)
 
     def stage(self, number: int, first_document: int, data: ShardData) -> StagedShard:
         """Write a shard, and wait for it, so that it can be checked before it is sealed."""

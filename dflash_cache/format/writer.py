@@ -34,6 +34,7 @@ from dflash_cache.format.manifest import (
 from dflash_cache.format.shard import ShardData, ShardReader, explain_disk_full, write_shard
 
 __all__ = [
+    "LOG_NAME",
     "CacheWriter",
     "FolderLock",
     "StagedShard",
@@ -43,10 +44,13 @@ __all__ = [
     "prepare_folder",
 ]
 
+LOG_NAME = "extract_log.jsonl"
+"""What each run did, for people; no part of the cache's identity or bytes, and ignored by readers."""
+
 _STAGING = ".staging"
 _SCRATCH = ".scratch"
 _LOCK = ".lock"
-_OURS = (_STAGING, _SCRATCH, _LOCK, f".{MANIFEST_NAME}.tmp")
+_OURS = (_STAGING, _SCRATCH, _LOCK, f".{MANIFEST_NAME}.tmp", LOG_NAME)
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def delete_cache(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name == _STAGING or (path.name.startswith("shard-") and path.suffix == ".zarr"):
             shutil.rmtree(path)
-        elif path.name in get_args(AttachedName):
+        elif path.name in (*get_args(AttachedName), LOG_NAME):
             path.unlink()
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
 

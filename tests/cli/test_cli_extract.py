@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.corpora import write_texts
 from support.extraction import files_of
 from support.program import fails_cleanly, run
+from transformers import AutoTokenizer
 
 from dflash_cache.format.cache import FeatureCache
 from dflash_cache.format.manifest import read_manifest
@@ -197,28 +200,135 @@ class TestConfigFile:
         fails_cleanly(extract(target, corpus, tmp_path / "cache", "--config", config), words)
 
 
-def test_ctrl_c_keeps_what_is_sealed_and_says_how_to_go_on(target: Path, tmp_path: Path) -> None:
-    data = write_texts(tmp_path / "data.jsonl", 400)
-    out = tmp_path / "cache"
-    command = [
-        sys.executable, "-c", "from dflash_cache.cli import main; main()",
+def many_shards(target: Path, tmp_path: Path, out: Path) -> list[object]:
+    """A command that seals shards for a second or more."""
+    data = tmp_path / "data.jsonl"
+    if not data.exists():
+        write_texts(data, 400)
+    return [
         "extract", "--model", target, "--data", data, "--out", out, "--fc-layers", "0,1,2,3,4",
         "--shard-tokens", "300", "--batch-tokens", "300",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def start(command: list[object], out: Path) -> subprocess.Popen[str]:
+    """Run a command in a process of its own and wait until it has sealed three shards."""
+    program = [sys.executable, "-c", "from dflash_cache.cli import main; main()", *map(str, command)]
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True)
     while not (out / "shard-00002.zarr").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    return process
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "extract_log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_keeps_what_is_sealed_and_says_how_to_go_on(
+    target: Path, tmp_path: Path, number: signal.Signals, code: int, reason: str
+) -> None:
+    out, summary = tmp_path / "cache", tmp_path / "summary.json"
+    command = many_shards(target, tmp_path, out)
+    process = start([*command, "--summary", summary], out)
+    process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Traceback" not in stderr
-    assert "run the same command again" in stderr
-    assert not read_manifest(out).complete
-    assert run(*command[3:]).code == 0
+    assert "run the same command again" in stderr and number.name in stderr
+    manifest = read_manifest(out)
+    assert not manifest.complete
+    record = json.loads(summary.read_text())
+    assert log_of(out) == [record]
+    assert record["exit"] == reason
+    assert record["sealed"]["documents"] == manifest.num_documents > 0
+    assert 0 < record["tokens_computed"] < 20_000 and record["tokens_per_second"] > 0
+    assert run(*command).code == 0
+    assert [entry["exit"] for entry in log_of(out)] == [reason, "complete"]
     whole = tmp_path / "whole"
-    assert run(*(whole if part == out else part for part in command[3:])).code == 0
+    assert run(*many_shards(target, tmp_path, whole)).code == 0
     assert files_of(out) == files_of(whole)
+
+
+def test_a_second_signal_ends_at_once_and_loses_nothing_sealed(target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cache"
+    command = many_shards(target, tmp_path, out)
+    process = start(command, out)
+    sealed = read_manifest(out).num_documents
+    process.send_signal(signal.SIGSTOP)  # so that both come before it acts on either
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=60)
+    assert process.returncode in (130, 143)
+    assert read_manifest(out).num_documents >= sealed
+    assert run(*command).code == 0
+
+
+class TestRecords:
+    def test_the_log_tells_of_every_run(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        out, summary = tmp_path / "cache", tmp_path / "summary.json"
+        assert extract(target, corpus, out, "--summary", summary).code == 0
+        before = files_of(out)
+        fails_cleanly(extract(target, corpus, out, "--codec", "fast", "--summary", summary))
+        assert json.loads(summary.read_text())["exit"] == "failed"
+        assert extract(target, corpus, out).code == 0
+        complete, failed, nothing = log_of(out)
+        assert [complete["exit"], failed["exit"], nothing["exit"]] == ["complete", "failed", "nothing_to_do"]
+        assert complete["settings"]["model"] == str(target) and complete["settings"]["corpus"]["max_length"] == 4096
+        assert complete["corpus"]["documents_kept"] == 30
+        assert complete["sealed"]["documents"] == 30 and complete["sealed"]["complete"]
+        assert complete["sealed"]["tokens"] == complete["corpus"]["tokens"] == complete["tokens_computed"]
+        assert complete["self_check_agreement"] > 0.99
+        assert failed["error"].startswith("IdentityMismatchError: ") and "codec" in failed["error"]
+        assert nothing["tokens_computed"] == 0 and "nothing to do" in nothing["notices"][-1]
+        assert files_of(out) == before
+        assert run("inspect", "cache", out, "--verify").code == 0
+
+    def test_a_failed_first_run_leaves_a_folder_that_may_become_a_cache(
+        self, target: Path, corpus: Path, tmp_path: Path
+    ) -> None:
+        out, empty = tmp_path / "cache", tmp_path / "empty.jsonl"
+        empty.write_text("")
+        fails_cleanly(extract(target, empty, out))
+        assert log_of(out)[0]["sealed"] is None
+        assert extract(target, corpus, out).code == 0
+        assert len(log_of(out)) == 2
+        assert extract(target, corpus, out, "--overwrite").code == 0
+        assert len(log_of(out)) == 1
+
+    def test_a_foreign_folder_gets_no_log(self, target: Path, corpus: Path, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        fails_cleanly(extract(target, corpus, tmp_path))
+        assert not (tmp_path / "extract_log.jsonl").exists()
+
+    @pytest.mark.parametrize("name", ["no/such/summary.json", "."])
+    def test_a_summary_that_cannot_be_written_is_refused_first(
+        self, target: Path, corpus: Path, tmp_path: Path, name: str
+    ) -> None:
+        fails_cleanly(extract(target, corpus, tmp_path / "cache", "--summary", tmp_path / name), "--summary")
+        assert not (tmp_path / "cache").exists()
+
+
+def test_documents_left_out_are_said_and_end_with_exit_code_3(target: Path, corpus: Path, tmp_path: Path) -> None:
+    spoilt = shutil.copytree(target, tmp_path / "spoilt")
+    token = AutoTokenizer.from_pretrained(spoilt).encode("@", add_special_tokens=False)[0]
+    tensors = load_file(spoilt / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token] = 3.4e38  # a float32, infinite as bfloat16
+    save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
+    data, out = tmp_path / "data.jsonl", tmp_path / "cache"
+    data.write_text(corpus.read_text() + '{"text": "one @ too many"}\n')
+    fails_cleanly(extract(spoilt, data, out), "document 30", "--on-bad skip")
+    for _ in range(2):
+        outcome = extract(spoilt, data, out, "--on-bad", "skip")
+        assert outcome.code == 3, outcome.stderr
+        assert "1 left out, their states" in " ".join(outcome.stdout.split())
+    assert [entry.doc_id for entry in read_manifest(out).quarantined] == [30]
+    assert [entry["sealed"]["quarantined"] for entry in log_of(out)] == [0, 1, 1]
+    assert "quarantined" in run("inspect", "cache", out).stdout
 
 
 class TestSelection:

@@ -11,6 +11,7 @@ import torch
 from dflash_cache.config import CorpusConfig, ExtractConfig
 from dflash_cache.extract.progress import ExtractEvent
 from dflash_cache.format.cache import FeatureCache
+from dflash_cache.format.writer import LOG_NAME
 
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -28,11 +29,11 @@ def small_config(model: Path, files: tuple[Path, ...], out: Path, **changes: Any
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file beneath a folder but the lock, by relative path."""
+    """Every file beneath a folder but the lock and the log of runs, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock"
+        if path.is_file() and path.name not in (".lock", LOG_NAME)
     }
 
 
