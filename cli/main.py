@@ -12,6 +12,7 @@ import typer
 from dflash_cache import __version__
 from dflash_cache.cli.console import print_error
 from dflash_cache.cli.demo import demo
+from dflash_cache.cli.estimate import estimate
 from dflash_cache.cli.extract import extract
 from dflash_cache.cli.inspect import inspect_app
 from dflash_cache.cli.train import train
@@ -32,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(extract)
+app.command()(estimate)
 app.command()(train)
 app.add_typer(inspect_app, name="inspect")
 app.command()(demo)
@@ -53,7 +55,7 @@ def _global_options(
 
 
 def main() -> None:
-    """Run the program: 0 done, 1 a clear error, 2 wrong usage, 130 interrupted."""
+    """Run the program: 0 done, 1 a clear error, 2 wrong usage, 130 interrupted; 3 and 143, see `extract`."""
     _prepare_streams()
     try:
         app()

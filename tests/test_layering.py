@@ -89,7 +89,9 @@ def run_python(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["extract", "--help"], ["train", "--help"], ["inspect", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["extract", "--help"], ["train", "--help"], ["estimate", "--help"], ["inspect", "--help"]]
+)
 def test_help_does_not_load_torch(arguments: list[str]) -> None:
     loaded = run_python(
         f"import sys; sys.argv = ['dflash-cache', *{arguments!r}]\n"

@@ -8,5 +8,7 @@
 6. ``taps``, ``features``: one forward pass to the captured rows; ``transfer`` brings them to the host.
 7. ``assembly``, ``pipeline``: rows to shards, shards to disk in a background thread, sealed in order.
 8. ``selfcheck``: before the first shard is sealed, what was stored is compared with the target itself.
-9. ``runner``: all of it in order; ``progress`` is what it reports.
+9. ``runner``: all of it in order; ``progress`` is what it reports, ``run_log`` what it records, ``interrupt`` how a
+   signal stops it.
+10. ``estimate``: what all of it will make and cost, beforehand.
 """

@@ -8,10 +8,10 @@ from dflash_cache.config import Codec
 from dflash_cache.errors import DiskSpaceError
 from dflash_cache.spec import FeatureSpec
 
-__all__ = ["SizeEstimate", "check_disk_space", "estimate_size", "format_bytes"]
+__all__ = ["STORED_SHARE", "SizeEstimate", "check_disk_space", "estimate_size", "format_bytes"]
 
 # Measured 0.70 to 0.72 on real activations (docs/format.md); the rest is caution.
-_STORED_SHARE: dict[Codec, float] = {"compact": 0.8, "fast": 1.0}
+STORED_SHARE: dict[Codec, float] = {"compact": 0.8, "fast": 1.0}
 _SCALAR_BYTES = 4 + 4 + 1  # input_ids, positions, loss_mask
 
 
@@ -42,7 +42,7 @@ def estimate_size(
     """
     raw = num_tokens * features.bytes_per_token
     head = 2 * vocab_size * features.hidden_size * bytes_per_weight
-    return SizeEstimate(raw, int(raw * _STORED_SHARE[codec]) + num_tokens * _SCALAR_BYTES + head)
+    return SizeEstimate(raw, int(raw * STORED_SHARE[codec]) + num_tokens * _SCALAR_BYTES + head)
 
 
 def check_disk_space(folder: Path, estimate: SizeEstimate, *, freed_bytes: int = 0) -> None:
