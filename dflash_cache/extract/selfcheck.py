@@ -3,7 +3,7 @@
 Sampled documents of the staged shard are run again, alone and unpadded, through the whole target with its lm_head:
 
 1. Every stored plane agrees with what enters the *next* module (layer i + 1, or the final norm): another way to the
-   same numbers than the hooks that captured them.
+   same numbers than the hooks that captured them. It agrees with no neighbouring layer more.
 2. ``final_norm(last hidden states)`` from the stored bytes, with the norm that travels with the cache, is what the
    target's own norm gives, and the argmax of lm_head over it is the target's own argmax.
 3. Every stored row is finite and not all zero, and no two planes are equal.
@@ -11,7 +11,6 @@ Sampled documents of the staged shard are run again, alone and unpadded, through
 Shapes: n tokens of a document, m compared positions, P planes, H hidden size, V vocabulary.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_cache.errors import NonFiniteError, SelfCheckError
+from dflash_cache.extract.agreement import PlaneDifference, Tolerance, compare_plane, nearer_layer, tolerance_for
+from dflash_cache.extract.alone import OwnStates, run_alone
 from dflash_cache.extract.features import plane_layers, plane_name
 from dflash_cache.extract.head import FoundHead
 from dflash_cache.extract.loading import LoadedTarget
-from dflash_cache.extract.taps import hidden_states_of
 from dflash_cache.format.shard import ShardReader
 from dflash_cache.spec import FeatureSpec
 from dflash_cache.target_head import TargetHead
@@ -33,23 +33,9 @@ from dflash_cache.target_head import TargetHead
 __all__ = ["PlaneError", "SelfCheckReport", "run_self_check", "spread_over_lengths"]
 
 MIN_AGREEMENT = 0.999
-_POSITIONS = 512
 _HEAD_ROWS = 64
 # A bfloat16 keeps 8 significant bits: half a step is 2^-9 of the value, a whole one 2^-8.
 _BF16_STEP = 2.0**-8
-
-
-@dataclass(frozen=True)
-class _Tolerance:
-    """Largest errors that rounding explains: of a whole plane, and of its worst row."""
-
-    plane: float
-    row: float
-
-
-# float32: both sides round to bfloat16, so few numbers differ, by one step. bfloat16: attention over padding sums in
-# another order, and the differences grow through the layers (up to 0.2 was seen on single rows).
-_TOLERANCES = {torch.float32: _Tolerance(0.01, 0.05), torch.bfloat16: _Tolerance(0.1, 0.5)}
 
 
 @dataclass(frozen=True)
@@ -59,15 +45,15 @@ class PlaneError:
     Attributes:
       name: What it is.
       layer: Its layer.
-      error: Median over channels of (RMS error / RMS value): a few channels hold most of the energy, and a plain norm
-        would look at nothing else.
-      row_error: The worst token's median over channels of |error| / RMS value.
+      error, row_error: Of the plane and of its worst token, as :class:`PlaneDifference` has them.
+      astray: Tokens that went another way, through other experts; they are no part of error.
     """
 
     name: str
     layer: int
     error: float
     row_error: float
+    astray: int
 
 
 @dataclass(frozen=True)
@@ -95,23 +81,6 @@ class SelfCheckReport:
     def worst(self) -> PlaneError:
         """The plane with the largest error."""
         return max(self.planes, key=lambda plane: plane.error)
-
-
-@dataclass(frozen=True)
-class _Own:
-    """A document through the target alone.
-
-    Attributes:
-      planes: One [n, H] float32, rounded to bfloat16, a plane.
-      normed: [n, H] float32; what the final norm gave.
-      positions: [m] int64.
-      logits: [m, V] float32.
-    """
-
-    planes: tuple[Tensor, ...]
-    normed: Tensor
-    positions: Tensor
-    logits: Tensor
 
 
 def spread_over_lengths(lengths: Sequence[int] | npt.NDArray[Any], count: int) -> list[int]:
@@ -144,7 +113,8 @@ def run_self_check(
     """
     starts = np.cumsum(reader.doc_lengths, dtype=np.int64) - reader.doc_lengths
     chosen = spread_over_lengths(reader.doc_lengths, num_documents)
-    worst = [(0.0, 0.0)] * len(plane_layers(features))
+    differences: list[list[PlaneDifference]] = []
+    tolerance = tolerance_for(target)
     positions = decisive = agreeing = 0
     for place in chosen:
         doc_id = int(reader.doc_ids[place])
@@ -152,19 +122,22 @@ def run_self_check(
         stored_nPH = _read_planes(reader, rows, target.device)
         _check_rows(stored_nPH, features, doc_id)
         input_ids = torch.from_numpy(reader.arrays["input_ids"].read(*rows).astype(np.int64)).to(target.device)
-        own = _run_alone(target, found.final_norm, features, input_ids)
-        errors = [_plane_error(stored_nPH[:, p].float(), plane_nH) for p, plane_nH in enumerate(own.planes)]
-        _require_agreement(target, features, errors, doc_id)
-        _require_norm(target, _plane_error(found.head.final_norm(stored_nPH[:, -1]).float(), own.normed), doc_id)
-        worst = [(max(a, c), max(b, d)) for (a, b), (c, d) in zip(worst, errors, strict=True)]
+        own = run_alone(target, found.final_norm, features, input_ids)
+        found_here = [
+            compare_plane(stored_nPH[:, p].float(), plane_nH, tolerance) for p, plane_nH in enumerate(own.planes)
+        ]
+        _require_agreement(target, features, found_here, doc_id)
+        _require_layers(target, features, stored_nPH, own, doc_id)
+        _require_norm(target, _compare_norm(found, stored_nPH[:, -1], own, found_here[-1], tolerance), doc_id)
+        differences.append(found_here)
         counted = _compare_argmax(target, found.head, stored_nPH[own.positions, -1], own)
         positions, decisive, agreeing = positions + len(own.positions), decisive + counted[0], agreeing + counted[1]
     _require_argmax(target, decisive, agreeing, positions)
-    tolerance = _TOLERANCES[target.compute_dtype]
     return SelfCheckReport(
         doc_ids=tuple(int(reader.doc_ids[place]) for place in chosen),
         planes=tuple(
-            PlaneError(plane_name(features, p), layer, *worst[p]) for p, layer in enumerate(plane_layers(features))
+            _summary(plane_name(features, p), layer, [found_here[p] for found_here in differences])
+            for p, layer in enumerate(plane_layers(features))
         ),
         tolerance=tolerance.plane,
         row_tolerance=tolerance.row,
@@ -199,77 +172,69 @@ def _check_rows(stored_nPH: Tensor, features: FeatureSpec, doc_id: int) -> None:
                 )
 
 
-def _run_alone(target: LoadedTarget, final_norm: nn.Module, features: FeatureSpec, input_ids: Tensor) -> _Own:
-    """Run one document through the whole target, unbatched and unpadded."""
-    layers = plane_layers(features)
-    entered: dict[int, Tensor] = {}
-    normed: list[Tensor] = []
-    handles = []
-
-    def remember(layer: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = args[0] if args else kwargs.get("hidden_states")
-            hidden = hidden_states_of(given, target.hidden_size, f"the module after decoder layer {layer}")
-            entered[layer] = hidden[0].to(torch.bfloat16).float()
-
-        return hook
-
-    positions = torch.linspace(0, len(input_ids) - 1, min(len(input_ids), _POSITIONS)).round().long().to(target.device)
-    options: dict[str, Any] = {"use_cache": False, "return_dict": True}
-    # Logits of every position of a long document would not fit beside a large target.
-    selective = "logits_to_keep" in inspect.signature(target.model.forward).parameters
-    if selective:
-        options["logits_to_keep"] = positions
-    try:
-        for layer in set(layers):
-            is_last = layer == len(target.layers) - 1
-            module = final_norm if is_last else target.layers[layer + 1]
-            handles.append(module.register_forward_pre_hook(remember(layer), with_kwargs=True))
-        handles.append(final_norm.register_forward_hook(lambda module, args, output: normed.append(output[0].float())))
-        logits: Tensor = target.model(input_ids=input_ids[None], **options).logits[0]
-    finally:
-        for handle in handles:
-            handle.remove()
-    planes = tuple(entered[layer] for layer in layers)
-    return _Own(planes, normed[0], positions, logits if selective else logits[positions])
-
-
-def _plane_error(stored_nH: Tensor, own_nH: Tensor) -> tuple[float, float]:
-    rms_H = own_nH.pow(2).mean(dim=0).sqrt().clamp_min(1e-30)
-    error_nH = stored_nH - own_nH
-    plane = (error_nH.pow(2).mean(dim=0).sqrt() / rms_H).median()
-    row = (error_nH.abs() / rms_H).median(dim=-1).values.max()
-    return float(plane), float(row)
-
-
-def _require_agreement(
-    target: LoadedTarget, features: FeatureSpec, errors: list[tuple[float, float]], doc_id: int
-) -> None:
-    tolerance = _TOLERANCES[target.compute_dtype]
-    for plane, (error, row_error) in enumerate(errors):
-        if error <= tolerance.plane and row_error <= tolerance.row:
-            continue
-        raise SelfCheckError(
-            f"document {doc_id}: the stored {plane_name(features, plane)} are not what {target.name} computes for this "
-            f"document alone: relative error {error:.3g} (tolerance {tolerance.plane}), worst token {row_error:.3g} "
-            f"(tolerance {tolerance.row}). Nothing was sealed. Try --attention eager and a smaller --batch-tokens; if "
-            "it stays, this target does not run correctly in padded batches here"
-        )
-
-
-def _require_norm(target: LoadedTarget, error: tuple[float, float], doc_id: int) -> None:
-    tolerance = _TOLERANCES[target.compute_dtype]
-    if error[0] <= tolerance.plane and error[1] <= tolerance.row:
-        return
-    raise SelfCheckError(
-        f"document {doc_id}: the final norm of the stored last hidden states (layer {len(target.layers) - 1}) is not "
-        f"what {target.name} computes: relative error {error[0]:.3g} (tolerance {tolerance.plane}), worst token "
-        f"{error[1]:.3g} (tolerance {tolerance.row}). Nothing was sealed: the norm was applied twice or is of another "
-        "kind than it was taken for; please report this target"
+def _summary(name: str, layer: int, documents: list[PlaneDifference]) -> PlaneError:
+    return PlaneError(
+        name,
+        layer,
+        error=max(document.error for document in documents),
+        row_error=max(document.row_error for document in documents),
+        astray=sum(len(document.astray) for document in documents),
     )
 
 
-def _compare_argmax(target: LoadedTarget, head: TargetHead, stored_mH: Tensor, own: _Own) -> tuple[int, int]:
+def _require_agreement(
+    target: LoadedTarget, features: FeatureSpec, differences: list[PlaneDifference], doc_id: int
+) -> None:
+    tolerance = tolerance_for(target)
+    for plane, difference in enumerate(differences):
+        if difference.within(tolerance):
+            continue
+        raise SelfCheckError(
+            f"document {doc_id}: the stored {plane_name(features, plane)} are not what {target.name} computes for this "
+            f"document alone: relative error {difference.error:.3g} (tolerance {tolerance.plane}), worst token "
+            f"{difference.row_error:.3g} (tolerance {tolerance.row}), tokens beyond it {len(difference.astray)}, of "
+            f"which {difference.unrecognised} are not explained by another choice of experts. Nothing was sealed. Try "
+            "--attention eager and a smaller --batch-tokens; if it stays, this target does not run correctly in padded "
+            "batches here"
+        )
+
+
+def _require_layers(
+    target: LoadedTarget, features: FeatureSpec, stored_nPH: Tensor, own: OwnStates, doc_id: int
+) -> None:
+    for plane, neighbours in enumerate(own.neighbours):
+        stored_mH = stored_nPH[own.positions, plane].float()
+        nearer = nearer_layer(stored_mH, own.planes[plane][own.positions], neighbours)
+        if nearer is not None:
+            what = "the embedded tokens" if nearer < 0 else f"the output of layer {nearer}"
+            raise SelfCheckError(
+                f"document {doc_id}: the stored {plane_name(features, plane)} are nearer to {what} of {target.name}. "
+                "Nothing was sealed: the layers were captured one off; please report this target"
+            )
+
+
+def _compare_norm(
+    found: FoundHead, stored_nH: Tensor, own: OwnStates, last: PlaneDifference, tolerance: Tolerance
+) -> PlaneDifference:
+    """Compare the final norm of the stored rows with the target's own, where the rows themselves agree."""
+    keep = torch.ones(len(stored_nH), dtype=torch.bool, device=stored_nH.device)
+    keep[last.astray] = False
+    return compare_plane(found.head.final_norm(stored_nH[keep]).float(), own.normed[keep], tolerance)
+
+
+def _require_norm(target: LoadedTarget, difference: PlaneDifference, doc_id: int) -> None:
+    tolerance = tolerance_for(target)
+    if difference.within(tolerance):
+        return
+    raise SelfCheckError(
+        f"document {doc_id}: the final norm of the stored last hidden states (layer {len(target.layers) - 1}) is not "
+        f"what {target.name} computes: relative error {difference.error:.3g} (tolerance {tolerance.plane}), worst "
+        f"token {difference.row_error:.3g} (tolerance {tolerance.row}). Nothing was sealed: the norm was applied twice "
+        "or is of another kind than it was taken for; please report this target"
+    )
+
+
+def _compare_argmax(target: LoadedTarget, head: TargetHead, stored_mH: Tensor, own: OwnStates) -> tuple[int, int]:
     """Compare the argmax from stored states with the target's own.
 
     Only decisive positions count: those where the best two logits are farther apart than what the stored rounding, and

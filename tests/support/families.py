@@ -78,10 +78,11 @@ def build_qwen3_5_moe(folder: Path) -> Path:
     return save_target(Qwen3_5MoeForConditionalGeneration(config), folder)
 
 
-def build_qwen3_moe(folder: Path) -> Path:
+def build_qwen3_moe(folder: Path, *, update_gain: float = 1.0) -> Path:
     """Qwen3 with experts in every layer but the second."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
-    return _save(Qwen3MoeConfig(**_COMMON, head_dim=16, norm_topk_prob=True, **experts), folder)
+    config = Qwen3MoeConfig(**_COMMON, head_dim=16, norm_topk_prob=True, **experts)
+    return _save(config, folder, update_gain=update_gain)
 
 
 def build_gpt_oss(folder: Path) -> Path:
@@ -108,13 +109,13 @@ def build_deepseek_v3(folder: Path) -> Path:
     return _save(DeepseekV3Config(**sizes, **latent, **experts), folder)
 
 
-def build_glm4_moe(folder: Path) -> Path:
+def build_glm4_moe(folder: Path, *, update_gain: float = 1.0) -> Path:
     """GLM-4.5: partial rotary, query and key norms, sigmoid routing."""
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     config = Glm4MoeConfig(
         **_COMMON, head_dim=16, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True, **experts
     )
-    return _save(config, folder)
+    return _save(config, folder, update_gain=update_gain)
 
 
 def build_mistral(folder: Path) -> Path:

@@ -96,9 +96,9 @@ def dense_config(*, tied: bool = False) -> Qwen3Config:
     )
 
 
-def build_dense(folder: Path, *, tied: bool = False) -> Path:
+def build_dense(folder: Path, *, tied: bool = False, update_gain: float = 1.0) -> Path:
     """T-dense, or T-tied: one safetensors file, no lm_head in it."""
-    return save_target(Qwen3ForCausalLM(dense_config(tied=tied)), folder)
+    return save_target(Qwen3ForCausalLM(dense_config(tied=tied)), folder, update_gain=update_gain)
 
 
 def build_tied(folder: Path) -> Path:
