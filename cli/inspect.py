@@ -153,6 +153,10 @@ def _print_cache_facts(path: Path, facts: "CacheFacts") -> None:
         ("final norm", f"{target.final_norm.kind}, eps {target.final_norm.eps:g}"),
         ("mask token", f"{target.mask_token_id} ({target.mask_token_reason})"),
         ("chat template", f"{corpus.template_digest or 'none'} {corpus.template_kwargs or ''}".strip()),
+        (
+            "longest allowed",
+            f"{corpus.max_length:,} tokens; {corpus.truncated:,} documents cut, {corpus.split:,} split into parts",
+        ),
         ("left out", ", ".join(f"{count:,} {reason}" for reason, count in corpus.dropped.items()) or "nothing"),
         ("quarantined", f"{len(manifest.quarantined):,} with NaN, infinite or zero states"),
         ("shards", f"{len(manifest.shards):,}"),

@@ -219,13 +219,15 @@ def _data(identity: CacheIdentity, documents: int) -> str:
     corpus = identity.corpus
     share = corpus.supervised_tokens / corpus.num_tokens
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(corpus.dropped.items()) if count)
-    used = "" if documents == corpus.num_documents else f" ({documents:,} of them used: the others were not in the cache)"
+    used = (
+        "" if documents == corpus.num_documents else f" ({documents:,} of them used: the others were not in the cache)"
+    )
     rows = (
         ("digest of tokens and masks", corpus.digest),
         ("documents", f"{corpus.num_documents:,}{used}"),
         ("tokens", f"{corpus.num_tokens:,}"),
         ("supervised tokens", f"{corpus.supervised_tokens:,} ({share:.1%})"),
-        ("longest document", f"{corpus.max_length:,} tokens, {corpus.truncated:,} cut"),
+        ("longest document", f"{corpus.max_length:,} tokens, {corpus.truncated:,} cut, {corpus.split:,} split"),
         ("dropped documents", dropped or "none"),
         ("chat template digest", corpus.template_digest or "no chats"),
         ("chat template arguments", json.dumps(corpus.template_kwargs)),

@@ -22,8 +22,8 @@ def split_documents(doc_ids: IntArray, *, eval_fraction: float, seed: int) -> Do
     """Hold out about a fraction of the documents, each by a seeded hash of its own id.
 
     A document's side does not depend on the other documents, their order or their number, so an extended corpus keeps
-    its held-out documents. Two exceptions keep both sides usable: with a positive fraction and at least two documents,
-    one is always held out and one is always trained on.
+    its held-out documents; the parts of a split document share its id and its side. Two exceptions keep both sides
+    usable: with a positive fraction and at least two documents, one is always held out and one is always trained on.
 
     Args:
       doc_ids: Ids in the corpus; int64 [D].
@@ -32,12 +32,11 @@ def split_documents(doc_ids: IntArray, *, eval_fraction: float, seed: int) -> Do
     """
     draw_D = _hash(doc_ids, seed)
     held_out_D = draw_D < np.uint64(eval_fraction * 2.0**64)
-    if eval_fraction > 0 and len(doc_ids) >= 2:
-        # Only one of these can change anything, and only where the hash alone would leave a side empty.
-        held_out_D[np.argmin(draw_D)] = True
-        held_out_D[np.argmax(draw_D)] = False
-    elif len(doc_ids) == 1:
-        held_out_D[:] = False
+    if eval_fraction > 0 and len(doc_ids):
+        # Only one of these can change anything, and only where the hash alone would leave a side empty. Parts of a
+        # document share its id, hence its draw; a single document is trained on.
+        held_out_D[draw_D == draw_D.min()] = True
+        held_out_D[draw_D == draw_D.max()] = False
     documents = np.arange(len(doc_ids), dtype=np.int64)
     return DocumentSplit(train=documents[~held_out_D], held_out=documents[held_out_D])
 

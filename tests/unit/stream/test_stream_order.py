@@ -45,6 +45,17 @@ def test_nothing_is_held_out_of_one_document_or_at_fraction_zero():
     assert len(split_documents(np.arange(50), eval_fraction=0.0, seed=0).held_out) == 0
 
 
+@pytest.mark.parametrize("fraction", [1e-9, 0.3, 0.999999999])
+def test_parts_of_a_document_stay_on_one_side(fraction):
+    ids = np.repeat(np.arange(12), np.arange(1, 13))
+    for seed in range(20):
+        split = split_documents(ids, eval_fraction=fraction, seed=seed)
+        sides = [set(ids[side].tolist()) for side in (split.train, split.held_out)]
+        assert not sides[0] & sides[1] and all(sides)
+    alone = split_documents(np.full(5, 3), eval_fraction=fraction, seed=0)
+    assert (len(alone.train), len(alone.held_out)) == (5, 0)
+
+
 def test_order_is_a_permutation_that_differs_by_epoch_and_seed_and_repeats():
     documents = np.array([2, 3, 5, 7, 11, 13, 17, 19, 23, 29], dtype=np.int64)
     orders = {(s, e): tuple(epoch_order(documents, seed=s, epoch=e).tolist()) for s in (0, 1) for e in (0, 1)}
