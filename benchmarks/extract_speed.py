@@ -27,6 +27,7 @@ from dflash_cache.config import CorpusConfig, ExtractConfig
 from dflash_cache.corpus.store import TokenizedCorpus, TokenizedDocument, TokenStoreWriter
 from dflash_cache.corpus.summary import CorpusSummary
 from dflash_cache.extract.features import FeatureExtractor, PaddedBatch
+from dflash_cache.extract.fused import fuse_target
 from dflash_cache.extract.head import FoundHead, find_head
 from dflash_cache.extract.loading import LoadedTarget, load_target
 from dflash_cache.extract.pipeline import ExtractionJob, run_extraction
@@ -124,8 +125,7 @@ def bare_forward(bench: Bench, batches: list[np.ndarray]) -> None:
     device = bench.target.device
     for batch in batches:
         padded = PaddedBatch.of([bench.corpus.document(int(i)).input_ids for i in batch], 0)
-        ids, mask = torch.from_numpy(padded.input_ids), torch.from_numpy(padded.attention_mask)
-        bench.target.decode(ids.to(device), mask.to(device))
+        bench.target.decode(padded.to(device).input_ids)
 
 
 def hooked_forward(bench: Bench, batches: list[np.ndarray]) -> None:
@@ -186,7 +186,7 @@ def end_to_end(bench: Bench, found: FoundHead, out: Path) -> EndToEnd:
         job = ExtractionJob(
             target=bench.target, found=found, features=bench.features, corpus=bench.corpus,
             plan=plan_extraction(bench.corpus.lengths, settings.shard_tokens, settings.window_tokens),
-            batch_tokens=bench.batch_tokens, pad_id=0, self_check_documents=2, writer=writer,
+            batch_tokens=bench.batch_tokens, pad_id=0, self_check_documents=2, on_bad="stop", writer=writer,
         )  # fmt: skip
         result = run_extraction(job, lambda event: None)
         stored = sum(shard.stored_bytes for shard in writer.manifest.shards)
@@ -204,10 +204,18 @@ def main() -> None:
     parser.add_argument("--lengths", choices=["equal", "mixed"], nargs="+", default=["equal", "mixed"])
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one fused forward and stop")
     arguments = parser.parse_args()
     target = open_any(arguments.target, arguments.layers)
     layers = spread_fc_layers(len(target.layers))
     features = FeatureSpec.for_layers(layers, num_layers=len(target.layers), hidden_size=target.hidden_size)
+    stock = StockRun.of(target, features) if target.device.type == "cuda" else None
+    if stock is not None:
+        print(fuse_target(target))
+        stock.compare(target, features)
+        if arguments.profile:
+            profile_forward(target, stock.documents)
+            return
     found = find_head(target)
     for kind in arguments.lengths:
         with tempfile.TemporaryDirectory() as folder:
@@ -215,6 +223,83 @@ def main() -> None:
             corpus = write_corpus(Path(folder), lengths, target.vocab_size)
             bench = Bench(target, features, corpus, arguments.batch_tokens)
             measure(bench, found, kind, arguments.out / "extract_speed_cache", arguments.repeats)
+
+
+@dataclass(frozen=True)
+class StockRun:
+    """The target as transformers runs it: its speed on eight documents of 1024 tokens, and what it gives."""
+
+    documents: list[np.ndarray]
+    seconds: float
+    rows: torch.Tensor
+    noise: list[float]
+
+    @classmethod
+    def of(cls, target: LoadedTarget, features: FeatureSpec) -> "StockRun":
+        generator = np.random.default_rng(2)
+        documents = [generator.integers(0, target.vocab_size, 1024).astype(np.int32) for _ in range(8)]
+        with FeatureExtractor(target, features, 0) as extractor:
+            rows = extractor.run(documents)
+            # The same documents in other company: all that differs is rounding.
+            again = torch.cat([extractor.run(documents[i : i + 2]) for i in range(0, 8, 2)])
+        return cls(documents, forward_seconds(target, documents), rows, relative(again, rows))
+
+    def compare(self, target: LoadedTarget, features: FeatureSpec) -> None:
+        with FeatureExtractor(target, features, 0) as extractor:
+            rows = extractor.run(self.documents)
+        seconds = forward_seconds(target, self.documents)
+        tokens = sum(len(ids) for ids in self.documents)
+        print(
+            f"bare forward, 8 x 1024: stock {tokens / self.seconds:,.0f} tokens/s, fused {tokens / seconds:,.0f}, ",
+            end="",
+        )
+        print(f"x{self.seconds / seconds:.3f}")
+        print(f"  differs from stock, by layer: {self.show(relative(rows, self.rows))}")
+        print(f"  rounding alone (other batch): {self.show(self.noise)}")
+        self.compare_choices(target, rows)
+
+    @torch.inference_mode()
+    def compare_choices(self, target: LoadedTarget, rows: torch.Tensor) -> None:
+        head = find_head(target).head
+        agree = decisive = 0
+        for start in range(0, len(rows), 1024):
+            stock = head.logits(self.rows[start : start + 1024, -1]).float()
+            fused = head.logits(rows[start : start + 1024, -1]).float()
+            best = stock.topk(2).values
+            clear = best[:, 0] - best[:, 1] > 4 * (fused - stock).std(-1)
+            agree += int((clear & (stock.argmax(-1) == fused.argmax(-1))).sum())
+            decisive += int(clear.sum())
+        print(
+            f"  argmax equal on {agree:,} of {decisive:,} positions with a clear margin, of {len(rows):,}", flush=True
+        )
+
+    @staticmethod
+    def show(values: list[float]) -> str:
+        return " ".join(f"{value:.1e}" for value in values)
+
+
+def relative(rows: torch.Tensor, reference: torch.Tensor) -> list[float]:
+    """Relative root mean square difference of each plane."""
+    difference = (rows.float() - reference.float()).norm(dim=(0, 2))
+    return (difference / reference.float().norm(dim=(0, 2))).tolist()
+
+
+@torch.inference_mode()
+def forward_seconds(target: LoadedTarget, documents: list[np.ndarray], repeats: int = 5) -> float:
+    ids = PaddedBatch.of(documents, 0).to(target.device).input_ids
+    target.decode(ids)
+    return statistics.median(timed(target, lambda: target.decode(ids)) for _ in range(repeats))
+
+
+@torch.inference_mode()
+def profile_forward(target: LoadedTarget, documents: list[np.ndarray]) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    ids = PaddedBatch.of(documents, 0).to(target.device).input_ids
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        target.decode(ids)
+        synchronize(target)
+    print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=70))
 
 
 def open_any(name: str, num_layers: int) -> LoadedTarget:
@@ -228,7 +313,7 @@ def measure(bench: Bench, found: FoundHead, kind: str, out: Path, repeats: int) 
     batches = all_batches(bench, settings_for(bench))
     real = bench.corpus.num_tokens
     padded = sum(int(bench.corpus.lengths[batch].max()) * len(batch) for batch in batches)
-    bare_forward(bench, batches[:2])
+    bare_forward(bench, batches)  # kernels are tuned for each new shape
     on_gpu = bench.target.device.type == "cuda"
     if on_gpu:
         synchronize(bench.target)

@@ -123,7 +123,7 @@ class TargetSession(AbstractContextManager["TargetSession"]):
         options: dict[str, Any] = {str(self._cache_argument): self._cache, "use_cache": True, "return_dict": True}
         if self._chooses_logits and not all_logits:
             options["logits_to_keep"] = 1
-        self._taps.begin(torch.arange(len(token_ids_Q), device=token_ids_Q.device))
+        self._taps.begin(len(token_ids_Q), token_ids_Q.device)
         output = model(input_ids=token_ids_Q[None], **options)
         if self._forgets and not self._cache.is_croppable:
             raise TargetError(

@@ -37,15 +37,17 @@ def plane_name(features: FeatureSpec, plane: int) -> str:
 class PaddedBatch:
     """Documents side by side, one a row, padding on the right.
 
+    No attention mask goes with it: a causal model's real tokens never look at what follows them, so padding on the
+    right changes nothing (proved for each family in tests/e2e/test_extract_families.py, and in each run by its
+    self-check), while a mask would cost the fast attention kernels and a wait for the GPU.
+
     Attributes:
       input_ids: [B, S] int64.
-      attention_mask: [B, S] int64; 1 on real tokens.
-      keep: [R] int64; places of the real tokens in the flattened batch, document after document.
+      keep: [R] int64; places of the real tokens in the flattened batch, document after document; None when all are.
     """
 
-    input_ids: npt.NDArray[np.int64]
-    attention_mask: npt.NDArray[np.int64]
-    keep: npt.NDArray[np.int64]
+    input_ids: Tensor
+    keep: Tensor | None
 
     @classmethod
     def of(cls, documents: Sequence[npt.NDArray[np.int32]], pad_id: int) -> "PaddedBatch":
@@ -55,8 +57,26 @@ class PaddedBatch:
         input_ids = np.full((len(documents), width), pad_id, dtype=np.int64)
         for row, ids in zip(input_ids, documents, strict=True):
             row[: len(ids)] = ids
-        mask = np.arange(width) < lengths[:, None]
-        return cls(input_ids, mask.astype(np.int64), np.flatnonzero(mask).astype(np.int64))
+        keep = None
+        if int(lengths.min()) < width:
+            keep = torch.from_numpy(np.flatnonzero(np.arange(width) < lengths[:, None]))
+        return cls(torch.from_numpy(input_ids), keep)
+
+    @property
+    def num_real(self) -> int:
+        """R, tokens that are no padding."""
+        return self.input_ids.numel() if self.keep is None else len(self.keep)
+
+    def to(self, device: torch.device) -> "PaddedBatch":
+        """Copy to a device without waiting for the work that is queued there."""
+        return PaddedBatch(_upload(self.input_ids, device), None if self.keep is None else _upload(self.keep, device))
+
+
+def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return tensor.to(device)
+    # From pageable memory the copy would wait until the GPU has finished the batch before, and leave it idle then.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class FeatureExtractor(AbstractContextManager["FeatureExtractor"]):
@@ -98,10 +118,9 @@ class FeatureExtractor(AbstractContextManager["FeatureExtractor"]):
         batch = PaddedBatch.of(documents, self._pad_id)
         device = self.target.device
         try:
-            self._taps.begin(torch.from_numpy(batch.keep).to(device))
-            self.target.decode(
-                torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.attention_mask).to(device)
-            )
+            uploaded = batch.to(device)
+            self._taps.begin(uploaded.num_real, device, uploaded.keep)
+            self.target.decode(uploaded.input_ids)
             return self._taps.finish()
         except torch.OutOfMemoryError as error:
             rows, width = batch.input_ids.shape

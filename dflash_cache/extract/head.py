@@ -176,7 +176,7 @@ def _probe(target: LoadedTarget, input_ids: Tensor) -> tuple[_ProbeRecord, Tenso
         for name, module in watched.items():
             handles.append(module.register_forward_hook(remember(name), with_kwargs=True))
         with torch.inference_mode():
-            decoder_output = target.decode(input_ids, torch.ones_like(input_ids))
+            decoder_output = target.decode(input_ids)
     finally:
         for handle in handles:
             handle.remove()

@@ -51,17 +51,16 @@ class LoadedTarget:
     hidden_size: int
     vocab_size: int
 
-    def decode(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def decode(self, input_ids: Tensor) -> Tensor:
         """Run the decoder alone, without lm_head and without a cache.
 
         Args:
-          input_ids: [B, S] int64, right-padded.
-          attention_mask: [B, S] int64, 0 on padding; None when there is none.
+          input_ids: [B, S] int64, right-padded; every token only sees those before it.
 
         Returns:
           Its output [B, S, H]: last hidden states after the final norm.
         """
-        output = self.decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, return_dict=True)
+        output = self.decoder(input_ids=input_ids, use_cache=False, return_dict=True)
         hidden: Tensor = output.last_hidden_state
         return hidden
 

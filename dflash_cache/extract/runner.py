@@ -15,6 +15,7 @@ from dflash_cache.corpus.summary import CorpusSummary
 from dflash_cache.corpus.tokenize import CorpusProgress, tokenize_corpus
 from dflash_cache.errors import CacheDamagedError, CacheFormatError, ConfigError
 from dflash_cache.extract.disk import check_disk_space, estimate_size
+from dflash_cache.extract.fused import can_fuse, fuse_target
 from dflash_cache.extract.head import FoundHead, find_head
 from dflash_cache.extract.loading import load_target
 from dflash_cache.extract.mask_token import MaskTokenProposal, propose_mask_token
@@ -218,6 +219,10 @@ class _Run:
     def _open_job(self, inputs: _Inputs, lock: FolderLock, *, replace: bool) -> tuple[FoundHead, ExtractionJob]:
         config = self._config
         target = load_target(inputs.files, config.attention)
+        if config.fused:
+            fusion = fuse_target(target)
+            if fusion.missing:
+                self._notice(fusion.missing)
         found = find_head(target)
         spec = found.head.spec
         if replace:
@@ -333,6 +338,7 @@ def run_settings(config: ExtractConfig, files: TargetFiles, features: FeatureSpe
         window_tokens=config.window_tokens or default_window_tokens(config.batch_tokens, per_token),
         attention=config.attention,
         device_type=files.device.type,
+        fused=config.fused and can_fuse(files.device),
     )
 
 

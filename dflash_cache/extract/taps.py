@@ -53,16 +53,19 @@ class LayerTaps:
         self._handles.clear()
         self._keep_R = self._rows_RPH = None
 
-    def begin(self, keep_R: Tensor) -> None:
+    def begin(self, num_rows: int, device: torch.device, keep_R: Tensor | None = None) -> None:
         """Prepare for one forward pass.
 
         Args:
+          num_rows: R.
+          device: The target's.
           keep_R: int64; which rows of the flattened [B * S] batch are kept, in this order; on the target's device.
+            None keeps all of them.
         """
         self._keep_R = keep_R
         self._captured = []
-        shape = (len(keep_R), len(self._planes), self._hidden_size)
-        self._rows_RPH = torch.empty(shape, dtype=torch.bfloat16, device=keep_R.device)
+        shape = (num_rows, len(self._planes), self._hidden_size)
+        self._rows_RPH = torch.empty(shape, dtype=torch.bfloat16, device=device)
 
     def finish(self) -> Tensor:
         """Return what the pass left: [R, P, H] bfloat16, on the target's device.
@@ -81,11 +84,13 @@ class LayerTaps:
 
     def _make_hook(self, index: int) -> Any:
         def copy_rows(module: nn.Module, args: Any, output: Any) -> None:
-            if self._rows_RPH is None or self._keep_R is None:
+            if self._rows_RPH is None:
                 return
             hidden_BSH = hidden_states_of(output, self._hidden_size, f"decoder layer {index}")
             self._captured.append(index)
-            rows_RH = hidden_BSH.flatten(0, 1).index_select(0, self._keep_R)
+            rows_RH = hidden_BSH.flatten(0, 1)
+            if self._keep_R is not None:
+                rows_RH = rows_RH.index_select(0, self._keep_R)
             for plane, layer in enumerate(self._planes):
                 if layer == index:
                     # copy_ rounds to nearest even.

@@ -11,6 +11,7 @@ from dflash_cache.extract.loading import LoadedTarget
 from dflash_cache.extract.taps import LayerTaps
 from dflash_cache.extract.target import TargetFiles
 
+CPU = torch.device("cpu")
 Opened = Callable[[str], tuple[TargetFiles, LoadedTarget]]
 
 
@@ -22,8 +23,8 @@ def test_plane_l_is_the_output_of_layer_l(name: str, opened: Opened) -> None:
     with torch.inference_mode():
         expected = target.decoder(input_ids=input_ids, output_hidden_states=True).hidden_states
         with LayerTaps(target.layers, [1, 3, last], target.hidden_size) as taps:
-            taps.begin(torch.arange(17))
-            normed = target.decode(input_ids, torch.ones_like(input_ids))
+            taps.begin(17, CPU)
+            normed = target.decode(input_ids)
             rows = taps.finish()
     for plane, layer in enumerate((1, 3)):
         assert torch.equal(rows[:, plane], expected[layer + 1][0].to(torch.bfloat16))
@@ -38,10 +39,10 @@ def test_the_target_computes_the_same_with_taps(opened: Opened) -> None:
     _, target = opened("dense")
     input_ids = torch.arange(9)[None]
     with torch.inference_mode():
-        before = target.decode(input_ids, None)
+        before = target.decode(input_ids)
         with LayerTaps(target.layers, [0, 5], target.hidden_size) as taps:
-            taps.begin(torch.arange(9))
-            during = target.decode(input_ids, None)
+            taps.begin(9, CPU)
+            during = target.decode(input_ids)
             taps.finish()
     assert torch.equal(before, during)
 
@@ -58,8 +59,8 @@ def test_hooks_are_removed_even_after_an_error(opened: Opened) -> None:
 def test_a_layer_may_be_two_planes(opened: Opened) -> None:
     _, target = opened("dense")
     with torch.inference_mode(), LayerTaps(target.layers, [5, 2, 5], target.hidden_size) as taps:
-        taps.begin(torch.arange(4))
-        target.decode(torch.arange(4)[None], None)
+        taps.begin(4, CPU)
+        target.decode(torch.arange(4)[None])
         rows = taps.finish()
     assert torch.equal(rows[:, 0], rows[:, 2]) and not torch.equal(rows[:, 0], rows[:, 1])
 
@@ -79,7 +80,7 @@ def test_later_layers_that_work_in_place_do_not_reach_the_copy(as_tuple: bool) -
     layers = nn.ModuleList([_Layer(as_tuple), _Layer(as_tuple)])
     hidden = torch.ones(1, 3, 4)
     with LayerTaps(layers, [0, 1], 4) as taps:
-        taps.begin(torch.tensor([0, 2]))
+        taps.begin(2, CPU, torch.tensor([0, 2]))
         for layer in layers:
             output = layer(hidden)
             hidden = output[0] if isinstance(output, tuple) else output
@@ -90,11 +91,11 @@ def test_later_layers_that_work_in_place_do_not_reach_the_copy(as_tuple: bool) -
 def test_a_layer_that_did_not_run_or_ran_twice_is_refused() -> None:
     layers = nn.ModuleList([_Layer(False), _Layer(False)])
     with LayerTaps(layers, [0, 1], 4) as taps:
-        taps.begin(torch.arange(3))
+        taps.begin(3, CPU)
         layers[0](torch.ones(1, 3, 4))
         with pytest.raises(TargetError, match="each run once"):
             taps.finish()
-        taps.begin(torch.arange(3))
+        taps.begin(3, CPU)
         for index in (0, 0, 1):
             layers[index](torch.ones(1, 3, 4))
         with pytest.raises(TargetError, match="each run once"):
