@@ -106,6 +106,8 @@ def extract(
 
     Example: `dflash-cache extract --model Qwen3.6-27B --data chats.jsonl --out ./cache`
     """
+    if summary is not None and dry_run:
+        raise ConfigError("--dry-run runs nothing that --summary could tell of; `estimate --json` prints its figures")
     if summary is not None and (summary.is_dir() or not summary.absolute().parent.is_dir()):
         raise ConfigError(f"--summary {summary} must be a file in a folder that exists")
     resolved = extract_settings(ctx.params, on_bad=on_bad)

@@ -100,6 +100,12 @@ def test_a_dry_run_prints_the_same_and_touches_nothing(
     assert files_of(extracted) == before and sorted(path.name for path in extracted.iterdir()) == names
 
 
+def test_a_dry_run_has_no_summary(target: Path, corpus: Path, tmp_path: Path) -> None:
+    options = ["--model", target, "--data", corpus, "--out", tmp_path / "cache", *LAYERS]
+    fails_cleanly(run("extract", *options, "--dry-run", "--summary", tmp_path / "summary.json"), "estimate --json")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_little_room_is_said(target: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     outcome = run("estimate", "--model", target, "--data", corpus, "--out", tmp_path / "a" / "b", *LAYERS)
