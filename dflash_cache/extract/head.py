@@ -4,6 +4,7 @@ Shapes: V vocabulary, H hidden size, N probe rows.
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,15 +218,19 @@ def _embedding_scale(target: LoadedTarget, embedding_VH: Tensor, record: _ProbeR
 
     Targets that add something to the rows first (learned positions) have no such factor: their rows count as they are.
     """
-    rows = F.embedding(input_ids, embedding_VH).double()
+    rows = F.embedding(input_ids, embedding_VH)
     found = record.first_layer_input
     if found is None or found.shape != rows.shape:
         raise TargetError(f"{target.name}: its first decoder layer is not given the embedded tokens; not supported")
-    found = found.double()
-    scale = float((rows * found).sum() / (rows * rows).sum())
-    if (found - scale * rows).norm() > _SCALE_TOLERANCE * found.norm() or scale <= 0:
+    wide, found_wide = rows.double(), found.double()
+    scale = float((wide * found_wide).sum() / (wide * wide).sum())
+    if (found_wide - scale * wide).norm() > _SCALE_TOLERANCE * found_wide.norm() or scale <= 0:
         return 1.0
-    return 1.0 if abs(scale - 1.0) < _NORM_TOLERANCE else float(f"{scale:.6g}")
+    if abs(scale - 1.0) < _NORM_TOLERANCE:
+        return 1.0
+    # Targets keep the factor in their own number format, or it is the root of H: what gives their very bits is meant.
+    candidates = (float(torch.tensor(scale, dtype=rows.dtype)), math.sqrt(target.hidden_size), float(f"{scale:.6g}"))
+    return min(candidates, key=lambda candidate: int((rows * candidate != found).sum()))
 
 
 def _find_matrix(target: LoadedTarget, what: str, kind: type[nn.Module]) -> tuple[Tensor, Tensor | None]:

@@ -3,15 +3,17 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from support.extraction import small_config
 from torch import nn
 
 from dflash_cache.errors import TargetError
 from dflash_cache.extract.head import find_head, identify_norm
-from dflash_cache.extract.loading import LoadedTarget
-from dflash_cache.extract.target import TargetFiles
+from dflash_cache.extract.loading import LoadedTarget, load_target
+from dflash_cache.extract.target import TargetFiles, open_target
 
 Opened = Callable[[str], tuple[TargetFiles, LoadedTarget]]
 
@@ -149,3 +151,15 @@ def test_a_nan_row_that_training_would_refuse_is_refused_before_extraction(opene
     matrix.weight[-1, 0] = float("nan")
     with pytest.raises(TargetError, match="holds NaN or infinity"):
         find_head(broken)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_embedding_scale_gives_the_very_bits(dtype: str, target_folder: Callable[[str], Path]) -> None:
+    """In bfloat16 Gemma's factor is sqrt(H) rounded to it; measured over rounded rows it comes out in between."""
+    files = open_target(small_config(target_folder("gemma3"), (Path("unused"),), Path("unused"), dtype=dtype))
+    target = load_target(files, "sdpa")
+    head = find_head(target).head
+    input_ids = torch.arange(4, 470)[None]
+    with torch.inference_mode():
+        entered = target.model(input_ids=input_ids, output_hidden_states=True).hidden_states[0]
+    assert torch.equal(head.embed(input_ids), entered)
