@@ -4,7 +4,7 @@
 2. ``mask_token``: the id that fills unknown block slots.
 3. ``disk``: whether the result will fit, before the weights are loaded.
 4. ``loading``, ``head``: the weights; embedding, final norm and lm_head, found by probing.
-5. ``plan``: documents to shards, shards to windows, windows to batches; pure.
+5. ``inputs``: what settings and target imply; ``plan``: documents to shards, to windows, to batches; pure.
 6. ``taps``, ``features``: one forward pass to the captured rows; ``transfer`` brings them to the host.
 7. ``assembly``, ``pipeline``: rows to shards, shards to disk in a background thread, sealed in order.
 8. ``selfcheck``: before the first shard is sealed, what was stored is compared with the target itself.

@@ -21,10 +21,10 @@ from dflash_cache.corpus.tokenize import CorpusProgress, tokenize_corpus
 from dflash_cache.errors import CacheDamagedError, CacheFormatError, ConfigError
 from dflash_cache.extract.disk import STORED_SHARE
 from dflash_cache.extract.features import FeatureExtractor, plane_layers
-from dflash_cache.extract.loading import load_target
+from dflash_cache.extract.inputs import check_window, feature_spec, open_weights, pad_id, run_settings
+from dflash_cache.extract.loading import LoadedTarget
 from dflash_cache.extract.plan import ExtractionPlan, IntArray, pending_batches, plan_extraction
-from dflash_cache.extract.progress import CorpusRead, ExtractEvent, OnEvent, Phase
-from dflash_cache.extract.runner import check_window, feature_spec, run_settings
+from dflash_cache.extract.progress import CorpusRead, ExtractEvent, Notice, OnEvent, Phase
 from dflash_cache.extract.target import TargetFiles, open_target
 from dflash_cache.extract.transfer import RowTransfer
 from dflash_cache.format.layout import ArrayLayout, shard_layout
@@ -136,7 +136,8 @@ def estimate_extraction(
         measured = None
         if measure:
             on_event(Phase("load_weights"))
-            measured = _measure(config, files, plan, Path(scratch) / "shard")
+            target = open_weights(config, files, lambda text: on_event(Notice(text)))
+            measured = _measure(target, pad_id(files), plan, Path(scratch) / "shard")
         return _estimate(config, files, plan, rate, measured)
 
 
@@ -221,14 +222,13 @@ def _estimate(
     )
 
 
-def _measure(config: ExtractConfig, files: TargetFiles, plan: _Plan, folder: Path) -> _Measured:
+def _measure(target: LoadedTarget, padding: int, plan: _Plan, folder: Path) -> _Measured:
     """Run a batch of middling length twice, time the second run, and store it as a shard."""
     batch = plan.batches[len(plan.batches) // 2]
     documents = [plan.corpus.document(int(document)) for document in batch]
     ids = [document.input_ids for document in documents]
-    target = load_target(files, config.attention)
     row_shape = (len(plane_layers(plan.features)), plan.features.hidden_size)
-    with FeatureExtractor(target, plan.features, pad_id=0) as extractor:
+    with FeatureExtractor(target, plan.features, padding) as extractor:
         transfer = RowTransfer(target.device, max(plan.padded(batch), 1), row_shape)
         transfer.submit(extractor.run(ids)).wait()
         began = time.perf_counter()

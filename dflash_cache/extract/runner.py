@@ -9,18 +9,16 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from dflash_cache.config import ExtractConfig
-from dflash_cache.corpus.chat import template_digest
 from dflash_cache.corpus.store import TokenizedCorpus
 from dflash_cache.corpus.summary import CorpusSummary
 from dflash_cache.corpus.tokenize import CorpusProgress, tokenize_corpus
-from dflash_cache.errors import CacheDamagedError, CacheFormatError, ConfigError
+from dflash_cache.errors import CacheDamagedError, CacheFormatError
 from dflash_cache.extract.disk import check_disk_space, estimate_size
-from dflash_cache.extract.fused import can_fuse, fuse_target
 from dflash_cache.extract.head import FoundHead, find_head
-from dflash_cache.extract.loading import load_target
+from dflash_cache.extract.inputs import check_window, corpus_spec, feature_spec, open_weights, pad_id, run_settings
 from dflash_cache.extract.mask_token import MaskTokenProposal, propose_mask_token
 from dflash_cache.extract.pipeline import ExtractionJob, ExtractionResult, run_extraction
-from dflash_cache.extract.plan import default_shard_tokens, default_window_tokens, plan_extraction
+from dflash_cache.extract.plan import plan_extraction
 from dflash_cache.extract.progress import CorpusRead, ExtractEvent, Notice, OnEvent, Phase
 from dflash_cache.extract.run_log import RunRecorder
 from dflash_cache.extract.selfcheck import SelfCheckReport
@@ -44,7 +42,7 @@ from dflash_cache.format.writer import (
     lock_folder,
     prepare_folder,
 )
-from dflash_cache.spec import FeatureSpec, FinalNormSpec, spread_fc_layers
+from dflash_cache.spec import FeatureSpec, FinalNormSpec
 
 __all__ = ["ExtractReport", "extract"]
 
@@ -197,7 +195,7 @@ class _Run:
             files=files,
             features=features,
             corpus=corpus,
-            corpus_spec=_corpus_spec(config, files, corpus, mask_token),
+            corpus_spec=corpus_spec(config, files, corpus, mask_token),
             settings=run_settings(config, files, features),
             mask_token=mask_token,
         )
@@ -218,11 +216,7 @@ class _Run:
 
     def _open_job(self, inputs: _Inputs, lock: FolderLock, *, replace: bool) -> tuple[FoundHead, ExtractionJob]:
         config = self._config
-        target = load_target(inputs.files, config.attention)
-        if config.fused:
-            fusion = fuse_target(target)
-            if fusion.missing:
-                self._notice(fusion.missing)
+        target = open_weights(config, inputs.files, self._notice)
         found = find_head(target)
         spec = found.head.spec
         if replace:
@@ -230,7 +224,6 @@ class _Run:
         # A cache that was begun with other weights under the same names is noticed here at the latest.
         writer = CacheWriter(config.out, inputs.identity(spec.final_norm, tied=spec.tied), lock=lock)
         settings = inputs.settings
-        pad = inputs.files.tokenizer.pad_token_id
         job = ExtractionJob(
             target=target,
             found=found,
@@ -238,7 +231,7 @@ class _Run:
             corpus=inputs.corpus,
             plan=plan_extraction(inputs.corpus.lengths, settings.shard_tokens, settings.window_tokens),
             batch_tokens=settings.batch_tokens,
-            pad_id=pad if pad is not None and pad < inputs.files.vocab_size else 0,
+            pad_id=pad_id(inputs.files),
             self_check_documents=config.self_check_documents,
             on_bad=config.on_bad,
             writer=writer,
@@ -282,64 +275,6 @@ class _Run:
             self_check=result.self_check if result else None,
             notices=tuple(self._notices),
         )
-
-
-def check_window(config: ExtractConfig, files: TargetFiles, corpus: TokenizedCorpus) -> None:
-    """Refuse documents that are longer than what the target has positions for.
-
-    Raises:
-      ConfigError: Naming both lengths.
-    """
-    longest, window = int(corpus.lengths.max()), files.max_positions
-    if window is not None and longest > window:
-        raise ConfigError(
-            f"the longest document has {longest} tokens, and {config.model} has positions for {window}; "
-            f"use --max-length {window}"
-        )
-
-
-def feature_spec(config: ExtractConfig, files: TargetFiles) -> FeatureSpec:
-    """Say which layers are stored.
-
-    Raises:
-      ConfigError: If a layer that was asked for does not exist.
-    """
-    layers = config.fc_layers if config.fc_layers is not None else spread_fc_layers(files.num_layers)
-    return FeatureSpec.for_layers(layers, num_layers=files.num_layers, hidden_size=files.hidden_size)
-
-
-def _corpus_spec(
-    config: ExtractConfig, files: TargetFiles, corpus: TokenizedCorpus, mask_token: MaskTokenProposal
-) -> CorpusSpec:
-    summary = corpus.summary
-    return CorpusSpec(
-        digest=corpus.digest,
-        num_documents=corpus.num_documents,
-        num_tokens=corpus.num_tokens,
-        supervised_tokens=summary.supervised_tokens,
-        max_length=config.corpus.max_length,
-        long=config.corpus.long,
-        template_digest=template_digest(files.tokenizer) if summary.chats_kept else None,
-        template_kwargs=config.corpus.template_kwargs,
-        mask_token_uses=mask_token.uses,
-        dropped={str(entry.reason): entry.count for entry in summary.dropped},
-        truncated=summary.documents_truncated,
-        split=summary.documents_split,
-    )
-
-
-def run_settings(config: ExtractConfig, files: TargetFiles, features: FeatureSpec) -> ExtractSettings:
-    """Fill in the settings that the target decides."""
-    per_token = features.bytes_per_token
-    return ExtractSettings(
-        codec=config.codec,
-        batch_tokens=config.batch_tokens,
-        shard_tokens=config.shard_tokens or default_shard_tokens(per_token),
-        window_tokens=config.window_tokens or default_window_tokens(config.batch_tokens, per_token),
-        attention=config.attention,
-        device_type=files.device.type,
-        fused=config.fused and can_fuse(files.device),
-    )
 
 
 def _check_continues(folder: Path, stored: CacheManifest, inputs: _Inputs) -> None:
