@@ -189,8 +189,9 @@ def _find_shard(shard: str, cache: Path | None) -> "tuple[FeatureCache, int]":
     folder = Path(shard).resolve()
     opened = FeatureCache.open(cache if cache is not None else folder.parent)
     names = [entry.name for entry in opened.manifest.shards]
-    if shard.isdecimal() and int(shard) < len(names):
-        return opened, int(shard)
+    # By name: a number of any length is compared as text, and zeros before it are fine.
+    if shard.isdecimal() and (name := f"shard-{shard.lstrip('0').zfill(5)}.zarr") in names:
+        return opened, names.index(name)
     if cache is None and folder.name in names:
         return opened, names.index(folder.name)
     raise ConfigError(f"{opened.folder} has no shard {shard}; its sealed shards are 0 to {len(names) - 1}")

@@ -35,13 +35,21 @@ RecipeName = Literal["speculators", "paper"]
 LongDocuments = Literal["truncate", "split", "drop"]
 OnBad = Literal["stop", "skip"]
 # JSON has no infinity and no NaN, and NaN differs from itself: a cache or run made with one could not be continued.
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 TemplateValue = str | int | FiniteFloat | bool
 
-PositiveInt = Annotated[int, Field(gt=0)]
+# Strict: TOML's true is no number, and a quoted number is text.
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, strict=True)]
+LayerIndex = Annotated[int, Field(strict=True)]
 NonNegativeFloat = Annotated[FiniteFloat, Field(ge=0)]
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[FiniteFloat, Field(ge=0, lt=1)]
+
+
+# Far beyond any drafter; a typing error then fails at once rather than after hours of allocating.
+MAX_DRAFTER_LAYERS = 256
+MAX_BLOCK_SIZE = 1024
 
 
 class CorpusConfig(FrozenModel):
@@ -59,11 +67,11 @@ class CorpusConfig(FrozenModel):
     """
 
     files: Annotated[tuple[Path, ...], Field(min_length=1)]
-    max_length: Annotated[int, Field(ge=2)] = 4096
+    max_length: Annotated[int, Field(ge=2, strict=True)] = 4096
     long: LongDocuments = "truncate"
     limit: PositiveInt | None = None
     sample: PositiveInt | None = None
-    shuffle_seed: Annotated[int, Field(ge=0)] | None = None
+    shuffle_seed: Seed | None = None
     template_kwargs: dict[str, TemplateValue] = {}
 
     @model_validator(mode="after")
@@ -105,7 +113,7 @@ class ExtractConfig(FrozenModel):
     device: str = "auto"
     attention: Literal["sdpa", "eager"] = "sdpa"
     trust_remote_code: bool = False
-    fc_layers: tuple[int, ...] | None = None
+    fc_layers: tuple[LayerIndex, ...] | None = None
     batch_tokens: PositiveInt = 8192
     shard_tokens: PositiveInt | None = None
     window_tokens: PositiveInt | None = None
@@ -153,14 +161,14 @@ class OptimizerConfig(FrozenModel):
     beta2: Share = 0.999
     eps: PositiveFloat = 1e-8
     warmup_ratio: Share = 0.04
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_lr_ratio: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     max_grad_norm: PositiveFloat = 1.0
 
 
 class DrafterSettings(FrozenModel):
     """The drafter's geometry as far as a user sets it; what is None is derived from the target."""
 
-    num_layers: PositiveInt | None = None
+    num_layers: Annotated[int, Field(gt=0, le=MAX_DRAFTER_LAYERS, strict=True)] | None = None
     num_attention_heads: PositiveInt | None = None
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
@@ -168,8 +176,8 @@ class DrafterSettings(FrozenModel):
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
     sliding_window: PositiveInt | None = None
     sliding_window_rule: Literal["query", "anchor"] | None = None
-    block_size: Annotated[int, Field(ge=2)] | None = None
-    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE, strict=True)] | None = None
+    mask_token_id: Annotated[int, Field(ge=0, strict=True)] | None = None
     rope_theta: PositiveFloat | None = None
     rms_norm_eps: PositiveFloat | None = None
     max_position_embeddings: PositiveInt | None = None
@@ -203,10 +211,10 @@ class TrainConfig(FrozenModel):
     shards: Path
     out: Path = Path("drafter")
     recipe: RecipeName = "speculators"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     epochs: PositiveInt = 6
     max_steps: PositiveInt | None = None
-    row_tokens: Annotated[int, Field(ge=2)] = 4096
+    row_tokens: Annotated[int, Field(ge=2, strict=True)] = 4096
     rows_per_step: PositiveInt = 1
     num_anchors: PositiveInt = 512
     noise_half_width: NonNegativeFloat = 0.05

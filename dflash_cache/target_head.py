@@ -151,6 +151,7 @@ class TargetHead(nn.Module):
             if dtype is not None:
                 tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
             embedding = tensors["embedding"]
+            _check_shapes(tensors, embedding.shape)
             return cls(
                 spec,
                 embedding=embedding,
@@ -164,3 +165,20 @@ class TargetHead(nn.Module):
                 f"{path}: damaged: it is not a whole target head ({error}). Restore it from a copy of the cache, "
                 "or delete the cache and run extract again."
             ) from error
+
+
+def _check_shapes(tensors: dict[str, Tensor], embedding_shape: torch.Size) -> None:
+    """Refuse tensors that do not belong together; ValueError names the first."""
+    if len(embedding_shape) != 2:
+        raise ValueError(f"embedding has shape {tuple(embedding_shape)}, expected two dimensions")
+    vocab_size, hidden_size = embedding_shape
+    expected = {
+        "embedding": (vocab_size, hidden_size),
+        "final_norm.weight": (hidden_size,),
+        "final_norm.bias": (hidden_size,),
+        "lm_head.weight": (vocab_size, hidden_size),
+        "lm_head.bias": (vocab_size,),
+    }
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected.get(name):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected.get(name)}")

@@ -229,7 +229,8 @@ def _embedding_scale(target: LoadedTarget, embedding_VH: Tensor, record: _ProbeR
     if abs(scale - 1.0) < _NORM_TOLERANCE:
         return 1.0
     # Targets keep the factor in their own number format, or it is the root of H: what gives their very bits is meant.
-    candidates = (float(torch.tensor(scale, dtype=rows.dtype)), math.sqrt(target.hidden_size), float(f"{scale:.6g}"))
+    rounded = float(torch.tensor(scale, dtype=rows.dtype).item())
+    candidates = [rounded, math.sqrt(target.hidden_size), float(f"{scale:.6g}")]
     return min(candidates, key=lambda candidate: int((rows * candidate != found).sum()))
 
 

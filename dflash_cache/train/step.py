@@ -145,16 +145,19 @@ def autocast(device: torch.device) -> AbstractContextManager[None]:
 
 @contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Say which settings a GPU's memory depends on when there is not enough of it.
+    """Say which settings the memory depends on when there is not enough of it, on a GPU or on the host.
 
     Raises:
       ConfigError: In place of torch's error.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # The host's allocator raises a bare RuntimeError.
+        if type(error) is RuntimeError and "DefaultCPUAllocator" not in str(error):
+            raise
         raise ConfigError(
-            f"the GPU has too little memory for these rows: {str(error).splitlines()[0]} Lower num_anchors or "
+            f"there is too little memory for these rows: {str(error).splitlines()[0]} Lower num_anchors or "
             "row_tokens, and raise rows_per_step for as many tokens in a step; these settings belong to a run, so "
             "begin a new one."
         ) from error

@@ -48,6 +48,7 @@ def test_shard_by_folder_and_by_number(cache: Path) -> None:
     [
         (["shard", "5", "--cache", "{cache}"], "0 to 1"),
         (["shard", "1"], "--cache"),
+        (["shard", "9" * 5000, "--cache", "{cache}"], "0 to 1"),
         (["shard", "{cache}/shard-00009.zarr"], "0 to 1"),
         (["doc", "{cache}", "6"], "0 to 5"),
         (["doc", "{cache}", "99999999999999999999"], "0 to 5"),

@@ -63,6 +63,8 @@ def test_a_changed_setting_is_refused_on_resume(extracted: Path, tmp_path: Path)
         (["--shards", "{cache}", "--mask-token-id", "99999"], "mask_token_id"),
         (["--shards", "{cache}", "--mask-token-id", "2"], "mask_token_id"),
         (["--shards", "{cache}", "--block-size", "1"], "block_size"),
+        (["--shards", "{cache}", "--block-size", "99999999"], "block_size"),
+        (["--shards", "{cache}", "--num-layers", "99999999"], "num_layers"),
         (["--shards", "{cache}", "--recipe", "paper", "--block-size", "9"], "gamma"),
         (["--out", "{out}/never", "--resume"], "no run to resume"),
         (["--shards", "{cache}", "--device", "cuda:77"], "cuda"),
@@ -125,3 +127,16 @@ def test_a_config_file_of_wrong_types_is_one_clear_message(
     flags = [] if "block_size" in text else ["--block-size", 16]  # must not cover up what the file says
     fails_cleanly(run("train", "--shards", extracted, "--out", out, "--config", config, *flags), words)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("text", ["epochs = true", 'epochs = "6"', "[optimizer]\nlr = '3e-4'", "epochs = 1e3"])
+def test_a_number_of_another_kind_is_refused(extracted: Path, tmp_path: Path, text: str) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text(text)
+    outcome = run("train", "--shards", extracted, "--out", tmp_path / "drafter", "--config", config)
+    fails_cleanly(outcome, "lr" if "lr" in text else "epochs")
+
+
+def test_more_anchors_than_the_memory_holds(extracted: Path, tmp_path: Path) -> None:
+    flags = ["--num-anchors", 10**9, "--block-size", 16, "--max-steps", 1]
+    fails_cleanly(run("train", "--shards", extracted, "--out", tmp_path / "drafter", *flags), "num_anchors")
