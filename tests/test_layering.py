@@ -12,11 +12,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dflash_cache"
 
 LEVELS = [
-    {"errors"},
+    {"errors", "signals"},
     {"spec"},
     {"config"},
     {"format"},
-    {"target_head", "corpus", "stream", "drafter"},
+    {"device", "target_head", "corpus", "stream", "drafter"},
     {"extract", "train", "export", "evaluate", "report", "demo"},
     {"cli", "schemas"},
 ]
@@ -33,7 +33,7 @@ STRANGERS = {
 
 # Third-party packages and the only parts that may import them.
 RESERVED = {
-    "torch": {"target_head", "stream", "drafter", "extract", "train", "export", "evaluate", "report", "demo"},
+    "torch": {"device", "target_head", "stream", "drafter", "extract", "train", "export", "evaluate", "report", "demo"},
     "transformers": {"extract", "corpus", "export", "evaluate", "demo"},
     "zarr": {"format"},
     "typer": {"cli"},

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import threading
-from types import FrameType, TracebackType
-from typing import Any, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["Interrupted", "SignalGuard"]
+from dflash_cache.signals import handling_signals
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+__all__ = ["Interrupted", "raising_interrupts"]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -25,31 +24,20 @@ class Interrupted(KeyboardInterrupt):
         return 128 + self.number
 
 
-class SignalGuard:
-    """Raises :class:`Interrupted` at the first SIGINT or SIGTERM; a second one ends the process at once.
+@contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Raise :class:`Interrupted` at the first SIGINT or SIGTERM; a second one ends the process at once.
 
     What is sealed survives any end; the first signal only gives the shards that are whole the time to be written.
-    Signals reach the main thread only; elsewhere this changes nothing.
     """
+    received = False
 
-    def __init__(self) -> None:
-        self._received = False
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not set from Python, which Python cannot put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received:
+    def handle(number: signal.Signals) -> None:
+        nonlocal received
+        if received:
             os._exit(128 + number)
-        self._received = True
-        raise Interrupted(signal.Signals(number))
+        received = True
+        raise Interrupted(number)
+
+    with handling_signals(handle):
+        yield

@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from dflash_cache.config import ExtractConfig
+from dflash_cache.device import choose_device
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.extract.digests import (
     config_digest,
@@ -32,7 +33,7 @@ from dflash_cache.spec import FinalNormSpec, TargetSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TargetFiles", "choose_compute_dtype", "choose_device", "explain_load_error", "open_target"]
+__all__ = ["TargetFiles", "choose_compute_dtype", "explain_load_error", "open_target"]
 
 logger = logging.getLogger(__name__)
 
@@ -188,29 +189,6 @@ def open_target(config: ExtractConfig) -> TargetFiles:
         tokenizer_digest=tokenizer_digest(tokenizer),
         trust_remote_code=config.trust_remote_code,
     )
-
-
-def choose_device(device: str) -> torch.device:
-    """Resolve ``auto`` to the first GPU, or to the CPU where there is none.
-
-    Raises:
-      ConfigError: If the device is unknown or absent.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if chosen.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = 0 if chosen.index is None else chosen.index
-        if index >= count:
-            raise ConfigError(f"device {device!r} is not there: this machine has {count} usable GPUs; use --device cpu")
-        chosen = torch.device("cuda", index)
-    return chosen
 
 
 def choose_compute_dtype(asked: str, device: torch.device, checkpoint: torch.dtype | None) -> torch.dtype:

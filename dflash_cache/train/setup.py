@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from dflash_cache.config import TrainConfig
+from dflash_cache.device import choose_device
 from dflash_cache.drafter.config import DrafterConfig, derive_drafter_config
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import Objective
@@ -22,7 +23,7 @@ from dflash_cache.train.generators import Generators
 from dflash_cache.train.optimizer import build_optimizer
 from dflash_cache.train.state import Progress, TrainState
 
-__all__ = ["RunSetup", "choose_device", "prepare_run"]
+__all__ = ["RunSetup", "prepare_run"]
 
 # float32 weight, float32 first and second moment.
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
@@ -112,25 +113,6 @@ def prepare_run(config: TrainConfig) -> RunSetup:
         objective=Objective(drafter, config.loss, head),
         warnings=() if warning is None else (warning,),
     )
-
-
-def choose_device(name: str) -> torch.device:
-    """Resolve ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises:
-      ConfigError: If the name is not one of these, or there is no such GPU.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not known; choose auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported; choose auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA GPUs")
-    return device
 
 
 def _contract(

@@ -10,6 +10,7 @@ from support.caches import MASK_TOKEN_ID, make_cache, make_documents, make_head
 from support.training import TINY_DRAFTER, read_metrics, tiny_config
 
 from dflash_cache.config import LossConfig, OptimizerConfig
+from dflash_cache.device import choose_device
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.errors import CacheDamagedError, CacheFormatError, ConfigError, NonFiniteError
 from dflash_cache.export.zlab import read_zlab_checkpoint
@@ -22,7 +23,7 @@ from dflash_cache.train.contract import RunRecord
 from dflash_cache.train.evaluation import Evaluator
 from dflash_cache.train.events import EvaluationDone, RunStarted, StepDone, Warned
 from dflash_cache.train.loop import implausible_accuracy, train
-from dflash_cache.train.setup import choose_device, prepare_run
+from dflash_cache.train.setup import prepare_run
 
 LENGTHS = (40, 12, 25, 33, 50, 8, 100)
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from support.extraction import small_config
 
+from dflash_cache.device import choose_device
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.extract import digests
 from dflash_cache.extract.digests import config_digest, weights_digest
 from dflash_cache.extract.loading import LoadedTarget, load_target
 from dflash_cache.extract.mask_token import MaskTokenProposal
-from dflash_cache.extract.target import TargetFiles, choose_compute_dtype, choose_device, open_target
+from dflash_cache.extract.target import TargetFiles, choose_compute_dtype, open_target
 from dflash_cache.spec import FinalNormSpec
 
 Opened = Callable[[str], tuple[TargetFiles, LoadedTarget]]
