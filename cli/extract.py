@@ -39,7 +39,7 @@ from dflash_cache.cli.extract_options import (
 )
 from dflash_cache.config import ExtractConfig, OnBad
 from dflash_cache.errors import ConfigError
-from dflash_cache.extract.interrupt import Interrupted, SignalGuard
+from dflash_cache.extract.interrupt import Interrupted, raising_interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,7 +117,7 @@ def extract(
         show_estimate(resolved, rate=None, measure=False, as_json=False)
         return
     try:
-        with SignalGuard():
+        with raising_interrupts():
             report = run_extraction(resolved, summary)
     except Interrupted as stop:
         print_error(
