@@ -1,6 +1,6 @@
-"""The published JSON Schemas, generated from the models that read the files. Regenerate: ``python -m dflash_cache.schemas``.
+"""The published JSON Schemas, generated from the models that read the files.
 
-The files lie beside this module, so that other languages and editors can use them without running it; a test keeps
+Regenerate them with ``python -m dflash_cache.schemas``. The files lie beside this module, so that other languages and editors can use them without running it; a test keeps
 both equal.
 """
 
