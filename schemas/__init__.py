@@ -1,7 +1,7 @@
 """The published JSON Schemas, generated from the models that read the files.
 
-Regenerate them with ``python -m dflash_cache.schemas``. The files lie beside this module, so that other languages and editors can use them without running it; a test keeps
-both equal.
+Regenerate them with ``python -m dflash_cache.schemas``. The files lie beside this module, so that other languages and
+editors can use them without running it; a test keeps both equal.
 """
 
 import json
