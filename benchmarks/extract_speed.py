@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=int, default=200_000)
-    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--lengths", choices=["equal", "mixed"], nargs="+", default=["equal", "mixed"])
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)

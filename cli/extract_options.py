@@ -83,7 +83,7 @@ TemplateKwargOption = Annotated[
     typer.Option("--template-kwarg", help="NAME=VALUE for the chat template, e.g. enable_thinking=false."),
 ]
 BatchTokensOption = Annotated[
-    int | None, typer.Option("--batch-tokens", help="Padded tokens in a forward pass. [default: 8192]")
+    int | None, typer.Option("--batch-tokens", help="Padded tokens in a forward pass. [default: 4096]")
 ]
 ShardTokensOption = Annotated[
     int | None, typer.Option("--shard-tokens", help="Tokens of a full shard. [default: 512 MiB of states]")

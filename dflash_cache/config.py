@@ -96,7 +96,7 @@ class ExtractConfig(FrozenModel):
       fc_layers: 0-based decoder layers whose outputs feed the drafter's fc; None spreads five over the target.
       batch_tokens: Padded tokens in one forward pass.
       shard_tokens: Tokens in a full shard; None aims at 512 MiB of raw hidden states.
-      window_tokens: Tokens batched together by length, in whole shards; None aims at 32 batches within 4 GiB.
+      window_tokens: Tokens batched together by length, in whole shards; None aims at 32 batches within 8 GiB.
       codec: ``compact`` compresses losslessly; ``fast`` only adds checksums.
       fused: Whether a target on a GPU runs with fused pieces where flash-linear-attention is installed.
       self_check_documents: Documents that are recomputed one by one before the first shard is sealed.
@@ -114,7 +114,7 @@ class ExtractConfig(FrozenModel):
     attention: Literal["sdpa", "eager"] = "sdpa"
     trust_remote_code: bool = False
     fc_layers: tuple[LayerIndex, ...] | None = None
-    batch_tokens: PositiveInt = 8192
+    batch_tokens: PositiveInt = 4096
     shard_tokens: PositiveInt | None = None
     window_tokens: PositiveInt | None = None
     codec: Codec = "compact"

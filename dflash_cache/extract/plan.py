@@ -22,7 +22,8 @@ __all__ = [
 ]
 
 _SHARD_BYTES = 512 << 20
-_WINDOW_BYTES = 4 << 30
+# With batches of 4,096 tokens a window of 32 leaves about 3% of padding on a mix of lengths (docs/benchmarks.md).
+_WINDOW_BYTES = 8 << 30
 _WINDOW_BATCHES = 32
 
 IntArray = npt.NDArray[np.int64]
@@ -85,7 +86,7 @@ def default_shard_tokens(bytes_per_token: int) -> int:
 
 
 def default_window_tokens(batch_tokens: int, bytes_per_token: int) -> int:
-    """Tokens in 32 batches, but at most 4 GiB of raw hidden states: a window is held in memory."""
+    """Tokens in 32 batches, but at most 8 GiB of raw hidden states: a window is held in memory."""
     return max(1, min(_WINDOW_BATCHES * batch_tokens, _WINDOW_BYTES // bytes_per_token))
 
 

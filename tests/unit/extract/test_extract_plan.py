@@ -54,5 +54,5 @@ def test_a_continued_run_makes_the_same_batches(
 def test_the_defaults_for_qwen36_27b() -> None:
     per_token = 6 * 5120 * 2
     assert default_shard_tokens(per_token) * per_token <= 512 << 20 < (default_shard_tokens(per_token) + 1) * per_token
-    assert default_window_tokens(8192, per_token) == (4 << 30) // per_token
+    assert default_window_tokens(8192, per_token) == (8 << 30) // per_token
     assert default_window_tokens(8192, 100) == 32 * 8192
