@@ -208,7 +208,7 @@ class ExtractDisplay:
             case progress.Phase(name):
                 self._begin(name)
             case progress.Notice(text):
-                print_warning(text)
+                print_notice(f"note: {text}")
             case progress.DocumentQuarantined(_, text):
                 print_warning(text)
             case progress.CorpusRead():

@@ -1,7 +1,7 @@
 """Encode and decode one array file: a zarr v3 ``sharding_indexed`` object, written and read directly.
 
 Written whole, once, chunks in order; read by byte range. zarr-python, zarrs and tensorstore read the same bytes
-(docs/format.md). Going through zarr-python's own pipeline costs four times the time (docs/benchmarks.md).
+(docs/format.md). Reading through zarr-python's own pipeline takes two to six times as long (docs/benchmarks.md).
 """
 
 import itertools
