@@ -121,7 +121,7 @@ def estimate_extraction(
     if rate is not None and not (math.isfinite(rate) and rate > 0):
         raise ConfigError(f"the rate is {rate} tokens per second, expected a positive number")
     on_event(Phase("open_target"))
-    files = open_target(config)
+    files = open_target(config, lambda text: on_event(Notice(text)))
     features = feature_spec(config, files)
     settings = run_settings(config, files, features)
 

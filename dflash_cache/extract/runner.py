@@ -153,9 +153,7 @@ class _Run:
         config = self._config
         exists = prepare_folder(config.out, overwrite=False)
         self._on_event(Phase("open_target"))
-        files = open_target(config)
-        if files.name.notice:
-            self._notice(files.name.notice)
+        files = open_target(config, self._notice)
         features = feature_spec(config, files)
         with lock_folder(config.out) as lock:
             stored = read_manifest(config.out) if exists and not config.overwrite else None

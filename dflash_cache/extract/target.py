@@ -1,7 +1,7 @@
 """What a target is, before its weights are loaded: config, tokenizer, sizes, fingerprint."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,12 @@ class TargetFiles:
         )
 
 
-def open_target(config: ExtractConfig) -> TargetFiles:
+def open_target(config: ExtractConfig, on_notice: Callable[[str], None] = logger.info) -> TargetFiles:
     """Open a target's config and tokenizer and take its fingerprint; cheap, no weights are loaded.
+
+    Args:
+      config: Names the target.
+      on_notice: Told, before anything is fetched, which organisation was filled into a bare name.
 
     Raises:
       TargetError: If it does not exist, cannot be reached, or is not a causal language model.
@@ -149,7 +153,7 @@ def open_target(config: ExtractConfig) -> TargetFiles:
     """
     name = resolve_target_name(config.model)
     if name.notice:
-        logger.info(name.notice)
+        on_notice(name.notice)
     device = choose_device(config.device)
     where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if name.folder is None:

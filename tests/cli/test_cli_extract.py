@@ -107,6 +107,18 @@ class TestTarget:
         fails_cleanly(extract("./no/such/model", corpus, tmp_path / "cache"), "no/such/model")
         fails_cleanly(extract("nothing-known", corpus, tmp_path / "cache"), "nothing-known")
 
+    def test_a_bare_hub_name_says_what_it_was_taken_as_before_anything_is_fetched(
+        self, corpus: Path, tmp_path: Path
+    ) -> None:
+        command = [sys.executable, "-c", "from dflash_cache.cli import main; main()"]
+        command += ["extract", "--model", "Qwen3.6-27B", "--data", str(corpus), "--out", str(tmp_path / "cache")]
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+        done = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "Qwen3.6-27B was taken as Qwen/Qwen3.6-27B" in done.stderr
+        assert done.stderr.count("error: ") == 1
+        assert "Traceback" not in done.stderr
+
     def test_no_model_named(self, corpus: Path, tmp_path: Path) -> None:
         fails_cleanly(run("extract", "--data", corpus, "--out", tmp_path / "cache"), "--model")
 
