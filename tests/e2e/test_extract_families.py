@@ -185,6 +185,9 @@ def _padded(documents: list[Tensor], pad: int, extra: int) -> Tensor:
 def test_right_padding_needs_no_mask(family: Family) -> None:
     """Whatever stands on the padding, and however much of it, the real tokens are computed as if alone."""
     target, documents = family.target, list(family.documents.values())
+    # Rounding adds up over layers, and differs from run to run with where matrices lie in memory: at 64 layers it
+    # reached 1.02e-5 once. What a mask would have mended, or padding broken, is of the order of 1.
+    limit = 1e-5 if len(target.layers) < 64 else 3e-5
     batches = []
     with torch.inference_mode():
         for pad, extra in ((0, 0), (77, 13)):
@@ -197,7 +200,7 @@ def test_right_padding_needs_no_mask(family: Family) -> None:
             for layer, own in alone.items():
                 for batched in batches:
                     error = batched[layer][row, : len(input_ids)] - own[0]
-                    assert float(error.norm() / own.norm()) < 1e-5, (row, layer)
+                    assert float(error.norm() / own.norm()) < limit, (row, layer)
 
 
 def test_hidden_states_are_the_layers_outputs_but_for_the_last(family: Family) -> None:
