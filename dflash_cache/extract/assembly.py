@@ -11,6 +11,7 @@ import numpy.typing as npt
 from dflash_cache.corpus.store import TokenizedCorpus
 from dflash_cache.errors import SelfCheckError
 from dflash_cache.extract.plan import ShardPlan, WindowPlan
+from dflash_cache.format.invariants import expected_positions
 from dflash_cache.format.manifest import QuarantinedDocument
 from dflash_cache.format.shard import ShardData
 from dflash_cache.spec import FeatureSpec
@@ -138,7 +139,7 @@ class WindowAssembler:
         data = ShardData(
             input_ids=np.concatenate([document.input_ids for document in documents]),
             loss_mask=np.concatenate([document.loss_mask for document in documents]),
-            positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+            positions=expected_positions(lengths),
             doc_lengths=lengths,
             doc_ids=np.array([document.doc_id for document in documents], dtype=np.int64),
             fc_features=np.empty((tokens, planes, hidden), dtype=np.uint16),

@@ -27,6 +27,7 @@ from dflash_cache.extract.plan import ExtractionPlan, IntArray, pending_batches,
 from dflash_cache.extract.progress import CorpusRead, ExtractEvent, Notice, OnEvent, Phase
 from dflash_cache.extract.target import TargetFiles, open_target
 from dflash_cache.extract.transfer import RowTransfer
+from dflash_cache.format.invariants import expected_positions
 from dflash_cache.format.layout import ArrayLayout, shard_layout
 from dflash_cache.format.manifest import ExtractSettings, FileEntry, read_manifest
 from dflash_cache.format.shard import ShardData, write_shard
@@ -238,7 +239,7 @@ def _measure(target: LoadedTarget, padding: int, plan: _Plan, folder: Path) -> _
     data = ShardData(
         input_ids=np.concatenate(ids),
         loss_mask=np.concatenate([document.loss_mask for document in documents]),
-        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        positions=expected_positions(lengths),
         doc_lengths=lengths.astype(np.int32),
         doc_ids=plan.corpus.doc_ids[batch],
         fc_features=np.ascontiguousarray(rows[:, :-1]),

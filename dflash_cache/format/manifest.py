@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import xxhash
 from pydantic import Field, ValidationError, model_validator
@@ -17,6 +17,7 @@ from dflash_cache.format.layout import ARRAY_NAMES
 from dflash_cache.spec import FeatureSpec, FrozenModel, TargetSpec
 
 __all__ = [
+    "ATTACHED_NAMES",
     "FORMAT_NAME",
     "FORMAT_VERSION",
     "MANIFEST_NAME",
@@ -43,6 +44,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 AttachedName = Literal["target_head.safetensors", "tokenizer.json"]
+ATTACHED_NAMES: tuple[AttachedName, ...] = get_args(AttachedName)
 
 
 class CorpusSpec(FrozenModel):

@@ -9,7 +9,7 @@ from dflash_cache.errors import CacheDamagedError
 from dflash_cache.format.cache import FeatureCache
 from dflash_cache.format.codec import ArrayReader
 from dflash_cache.format.invariants import expected_positions, nonfinite_rows, zero_rows
-from dflash_cache.format.manifest import file_digest
+from dflash_cache.format.manifest import ATTACHED_NAMES, file_digest
 from dflash_cache.format.shard import ShardReader
 
 __all__ = ["Problem", "VerifyReport", "verify_cache"]
@@ -70,7 +70,7 @@ def verify_cache(
 
 
 def _attached_problems(cache: FeatureCache) -> Iterator[str]:
-    for name in ("target_head.safetensors", "tokenizer.json"):
+    for name in ATTACHED_NAMES:
         try:
             cache.attached(name)
         except CacheDamagedError as error:
